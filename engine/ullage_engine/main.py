@@ -120,7 +120,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
     """Return a function that chooses the worker program once the model's files are available.
 
     Raises:
-        AppError: if no installed engine supports these settings, whatever the model.
+        AppError: if no installed engine supports these settings with any model.
     """
     has_vllm = find_spec("vllm") is not None
     choose = partial(
@@ -154,7 +154,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
 
 
 def _vllm_uses_tiers(config: EngineConfig) -> bool:
-    """Return whether every vLLM rank can reach the host tier, to store part of each block."""
+    """Return whether every vLLM rank can access the host tier to store its part of each block."""
     is_reached = config.parallelism.pipeline == 1 and config.group.nodes == 1
     if not is_reached and config.memory.tiers.host.size != 0:
         log.info("memory.tiers: with vLLM KV stays on devices of several stages or nodes")
@@ -162,7 +162,7 @@ def _vllm_uses_tiers(config: EngineConfig) -> bool:
 
 
 def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
-    """Check that the chosen engine is installed and supports these settings, whatever the model."""
+    """Check that the chosen engine is installed and supports these settings with any model."""
     if name == "vllm" and not has_vllm:
         only_vllm = _native_refusal_of_settings(config)
         native = "" if only_vllm else ", or set engine: native (spec.engine: Native)"
@@ -180,7 +180,7 @@ def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
 
 
 def _with_vllm(config: EngineConfig, has_vllm: bool) -> str:
-    """Return advice for error messages on how to use vLLM instead of the native engine."""
+    """Return the part of an error message that explains how to use vLLM instead."""
     if refusal := refusal_by_vllm(config.model, config.memory):
         return f"change what vLLM refuses: {refusal}"
     setting = "set engine: vllm (spec.engine: VLLM)"
@@ -197,17 +197,17 @@ def _computes_on_cuda(config: EngineConfig) -> bool:
 
 
 def _native_refusal_of_settings(config: EngineConfig) -> str:
-    """Return why the native engine does not support these settings, or "" if it does."""
+    """Return the reason why the native engine does not support these settings, or ""."""
     if config.max_loras:
         return "it serves no adapters"
     return "it computes on one node" if config.group.nodes > 1 else ""
 
 
 def _native_refusal(files: ModelFiles, *, allows_unknown: bool) -> str:
-    """Return why the native engine does not support a model, or "" if it does.
+    """Return the reason why the native engine does not support a model, or "".
 
     Raises:
-        WeightsError: if config.json is absent, or is not a JSON object.
+        WeightsError: if config.json is missing or is not a JSON object.
     """
     if files.format == "directory":
         config = read_config(files.path, allows_unknown=allows_unknown)

@@ -1,6 +1,7 @@
 """The engine's metrics: their `ullage_*` names, and vLLM's names for those that vLLM also has.
 
-The tables for the worker, the tiers and the peers define where each value is read.
+The tables for the worker, the GPUs, the tiers and the peers map each metric to a function that
+reads its value.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ REQUEST_BUCKETS = (
 )
 
 ENGINE = ("model_name", "engine")
-"""Labels of every time series. `engine` is always 0, the index of vLLM's first engine."""
+"""Labels of every time series. `engine` is always 0, like the index of vLLM's first engine."""
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterName:
@@ -301,7 +302,7 @@ GPU_PARTS: dict[CounterName | GaugeName, Callable[[GpuSample], Mapping[str, floa
         lambda s: s.failed_calls
     ),
 }
-"""GPU metrics with an additional label, and functions that return a value for each label value."""
+"""Maps GPU metrics that have an extra label to functions that return one value per label value."""
 GPU_XID_ERRORS = _gpu_counter(
     "xid_errors", "Errors that the driver reported since the engine started", "xid"
 )

@@ -10,8 +10,9 @@ How torch treats registered memory (ATen/native/cuda/Copy.cu, ATen/cuda/detail/C
   stages copies of unpinned memory: a copy to the device returns once the source has been read, and
   a copy to the host returns once the data has arrived. A failed registration therefore makes copies
   slower, but never incorrect.
-* torch's host allocator keeps memory until copies are done, but only memory that it has allocated.
-  After a copy from or to registered memory, wait for an event before you write, read or free it.
+* torch's host allocator keeps memory alive until copies are done, but only memory that it allocated
+  itself. After starting a copy from or to registered memory, wait for an event before you write,
+  read or free that memory.
 """
 
 import contextlib
@@ -25,23 +26,23 @@ log = logging.getLogger("ullage.engine.memory")
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Return a size in bytes, rounded up to whole pages."""
+    """Round a size in bytes up to a multiple of the page size."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class PinnedMemory:
     """Host memory that is registered with CUDA until this object is closed or dropped.
 
-    On a CPU, the memory is not pinned. If CUDA refuses to pin the memory, it stays unpinned, and a
-    warning is logged once.
+    If the device is a CPU, the memory is not pinned. If CUDA refuses to pin it, it stays unpinned
+    and a warning is logged once.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device, name: str) -> None:
         """Register existing memory for copies to and from `device`.
 
         Args:
-            tensor: contiguous, on the CPU. Its memory stays alive for as long as it is registered.
-            name: name of the setting that requires the memory, for the log.
+            tensor: contiguous, on the CPU. Its memory is kept alive while it is registered.
+            name: name of the setting that requires the memory, for log messages.
         """
         self.tensor = tensor
         self._unregister: weakref.finalize[[torch.Tensor, torch.device], PinnedMemory] | None = None
@@ -69,7 +70,7 @@ class PinnedMemory:
         return self._unregister is not None and self._unregister.alive
 
     def close(self) -> None:
-        """Wait for all copies, then unregister the memory. Its views stay valid, but unpinned."""
+        """Wait for all copies and unregister the memory. Its views stay valid but are unpinned."""
         if self._unregister is not None:
             self._unregister()
 
@@ -106,7 +107,7 @@ def _unregister(tensor: torch.Tensor, device: torch.device) -> None:
 def _clear_last_error() -> None:
     """Clear CUDA's last error, which torch would otherwise attribute to the next kernel launch.
 
-    torch has no function for this. Launching a kernel reports the error and clears it.
+    torch has no function for this, but launching a kernel reports the error and clears it.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")

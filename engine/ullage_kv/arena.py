@@ -1,8 +1,8 @@
-"""The memory of the host tier: one shared mapping that is divided into equal slots.
+"""The host tier's memory: one shared mapping that is divided into slots of equal size.
 
-The mapping is an anonymous file (memfd). The kernel frees the file even if its owner is killed, and
-a container's small /dev/shm does not limit its size. Other processes on the host map the file by
-its path below /proc while the owner lives.
+The mapping is backed by an anonymous file (memfd). The kernel frees it even if its owner is killed,
+and its size is not limited by a container's small /dev/shm. While the owner is running, other
+processes on the host can map the file through its path under /proc.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ PAGE_BYTES = 4096
 _POPULATE_WRITE = 23
 """The constant MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap module lacks."""
 _STEP_BYTES = 16 << 20
-"""Bytes to make resident at a time. No other thread of the process runs during this time."""
+"""Bytes to make resident at a time, during which the process's other threads are blocked."""
 _REPORT_BYTES = 256 << 20
-"""Bytes to make resident between two progress reports."""
+"""Bytes made resident between two progress reports."""
 
 
 class ArenaError(Exception):
-    """The memory is not available. The message gives the sizes and the remedy."""
+    """The memory is not available. The message states the sizes and the remedy."""
 
 
 class Arena:
-    """Shared memory of `num_bytes`, all of it resident, which `cut` divides into slots."""
+    """Shared, fully resident memory of `num_bytes` bytes, which `cut` divides into slots."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.fd = fd
@@ -57,8 +57,8 @@ class Arena:
             progress: called with the number of resident bytes and the total number of bytes.
 
         Raises:
-            ArenaError: if the memory is not available. In this case, nothing is allocated, because
-                otherwise the kernel would kill a process.
+            ArenaError: if the memory is not available. This is checked before anything is
+                allocated, because the kernel would otherwise kill a process.
         """
         available = free_bytes() if available_bytes is None else available_bytes
         if num_bytes > available:
@@ -83,10 +83,10 @@ class Arena:
 
     @classmethod
     def attach(cls, path: str, num_bytes: int) -> "Arena":
-        """Map the memory that another process of this host has created.
+        """Map memory that another process on this host has created.
 
         Raises:
-            ArenaError: if the owner has ended, or the memory has a different size.
+            ArenaError: if the owner has exited, or the memory has a different size.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -99,21 +99,21 @@ class Arena:
 
     @property
     def path(self) -> str:
-        """Path for `attach` in other processes of the same user, while this process lives."""
+        """Path to pass to `attach` in the same user's other processes while this process runs."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def cut(self, slot_bytes: int) -> None:
-        """Divide the memory into slots of this size, each aligned to a page."""
+        """Divide the memory into page-aligned slots of at least `slot_bytes` bytes."""
         self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
         self.num_slots = self.num_bytes // self.slot_bytes
 
     def slot(self, index: int, num_bytes: int | None = None) -> memoryview:
-        """Return a slot's memory, or its first `num_bytes`."""
+        """Return a view of a slot's memory, or of only its first `num_bytes` bytes."""
         start = index * self.slot_bytes
         return self.memory[start : start + (self.slot_bytes if num_bytes is None else num_bytes)]
 
     def huge_page_bytes(self) -> int:
-        """Return the bytes of this process's mapping that the kernel keeps in huge pages."""
+        """Return how many bytes of this process's mapping are backed by huge pages."""
         smaps = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace")
         _, _, own = smaps.partition("memfd:ullage-kv")
         _, _, granted = own.partition("ShmemPmdMapped:")
@@ -128,7 +128,7 @@ class Arena:
             self._mapping.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Free the memory at once, or when the last view of a slot is released."""
+        """Free the memory now, or once the last view of a slot is released."""
         with contextlib.suppress(BufferError):
             self.memory.release()
             self._mapping.close()
@@ -140,7 +140,7 @@ class Arena:
         """Make every page resident without changing its contents.
 
         Raises:
-            OSError: the kernel has no memory left for a page.
+            OSError: the kernel has no memory left.
         """
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -1,8 +1,8 @@
 """Loads blocks from lower tiers into host memory.
 
-A `BlockFetch` is one caller's list of blocks. It has a `PendingBlock` for each block that a lower
-tier is loading. Several fetches may share a pending block, which is loaded only once. A `TierLoad`
-is a group of blocks that one tier loads together.
+A `BlockFetch` is one caller's list of blocks. It refers to a `PendingBlock` for each block that a
+lower tier is loading. Several fetches may share a pending block, which is then loaded only once. A
+`TierLoad` is a group of blocks that one tier loads together.
 """
 
 import threading
@@ -18,20 +18,20 @@ from ullage_kv.results import HOST, MISS, Result, Status
 from ullage_kv.tier import LowerTier, Transfer
 
 PART_BLOCKS = 128
-"""Maximum number of blocks in one part, which is one call to a lower tier.
+"""Maximum number of blocks in one call to a lower tier. Longer fetches are split into parts.
 
-A caller's thread, such as an event loop's, submits only a few parts. The tier's threads submit the
-later parts.
+The caller's thread, for example an event loop's, submits only the first few parts, so that it is
+not blocked for long. The tier's own threads submit the rest.
 """
 
 _PARTS_AT_ONCE = 2
-"""Number of concurrent parts of one fetch, so that tiers stay busy when a part ends."""
+"""Number of parts of a fetch that are loaded concurrently, so that tiers never run idle."""
 
 _IN_HOST = Result(Status.HIT, HOST)
 
 
 def parts_of(num_blocks: int, size: int = PART_BLOCKS) -> list[range]:
-    """Split the indices of this many blocks into parts of `size`. The last part may be smaller."""
+    """Split the indices 0 to `num_blocks` - 1 into ranges of `size`. The last may be shorter."""
     return [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
 
 
@@ -45,7 +45,7 @@ class PendingBlock:
     result: Result | None = None
     """The tier's result, or None while the block is being loaded.
 
-    The result is set before `load.arrived` is done.
+    It is set before `load.arrived` completes.
     """
 
 
@@ -55,30 +55,30 @@ class TierLoad:
 
     tier: str
     ends_at: float
-    """Deadline, as a time of the store's clock."""
+    """Deadline, in terms of the store's clock."""
     blocks: list[PendingBlock] = field(default_factory=list)
     arrived: "Future[None]" = field(default_factory=Future)
-    """Future that is done when every block has its result."""
+    """Future that completes once every block has its result."""
 
 
 class BlockFetch:
-    """The blocks that one call requests, with the result of each block."""
+    """One call's request for a list of blocks, with a result for each block."""
 
     def __init__(self, loader: "Loader", keys: Sequence[bytes], ends_at: float) -> None:
         self.keys = keys
         self.ends_at = ends_at
-        """Deadline, as a time of the store's clock."""
+        """Deadline, in terms of the store's clock."""
         self.results = [MISS] * len(keys)
         self.refusal: Result | None = None
-        """Result for all remaining blocks of lower tiers, once a tier has refused a whole part.
+        """Result for all blocks that are not loaded yet, once a tier has refused a whole part.
 
-        The value is None while the tiers accept more blocks.
+        It is None as long as the tiers accept more blocks.
         """
         self._loader = loader
         self._pending: list[PendingBlock | None] = [None] * len(keys)
 
     def run(self) -> "Future[list[Result]]":
-        """Fetch one part after another, and return a future that has the results."""
+        """Fetch all blocks, a few parts at a time, and return a future for their results."""
         parts = iter(parts_of(len(self.keys)))
         # Both tasks draw from one iterator, so the one that has fetched its part takes the next.
         tasks = [run(self._fetch_each(parts)) for _ in range(_PARTS_AT_ONCE)]
@@ -88,10 +88,10 @@ class BlockFetch:
         return results
 
     def begin(self, part: range) -> "Future[None]":
-        """Start to fetch the blocks at some indices.
+        """Start fetching the blocks at the indices in `part`.
 
         Returns:
-            A future that is done when the results of these blocks are set.
+            A future that completes once the results of these blocks are set.
         """
         places_by_tier = self._locate(part)
         places = [place for each in places_by_tier.values() for place in each]
@@ -112,7 +112,7 @@ class BlockFetch:
         return run(self._await(places))
 
     def expect(self, place: int, block: PendingBlock) -> None:
-        """Use the result of a pending block for an index. Fetches may share pending blocks."""
+        """Take the result at index `place` from a pending block, which other fetches may share."""
         self._pending[place] = block
 
     def _fetch_each(self, parts: Iterator[range]) -> Steps:
@@ -120,9 +120,10 @@ class BlockFetch:
             yield self.begin(part)
 
     def _locate(self, part: range) -> dict[str, list[int]]:
-        """Group blocks that are not in host memory by the lower tier that holds them.
+        """Group the blocks that are not in host memory by the lower tier that stores them.
 
-        The result of a block in host memory is set at once. A block that no tier holds is left out.
+        Blocks already in host memory are resolved immediately. Blocks not found in any tier are
+        skipped.
         """
         places_by_tier = dict[str, list[int]]()
         tiers = self._loader.locate(self.keys[part.start : part.stop])
@@ -134,9 +135,9 @@ class BlockFetch:
         return places_by_tier
 
     def _await(self, places: Sequence[int]) -> Steps:
-        """Wait for the pending blocks at some indices, and set their results.
+        """Wait for pending blocks, until the deadline at the latest, and set their results.
 
-        The wait ends no later than the deadline.
+        `places` lists the indices of the blocks.
         """
         blocks = [(place, block) for place in places if (block := self._pending[place]) is not None]
         loads = {id(block.load): block.load for _, block in blocks}.values()
@@ -153,7 +154,7 @@ class BlockFetch:
 
 
 class Loader:
-    """Loads blocks from lower tiers into host memory, with one load per block. Thread-safe."""
+    """Loads blocks from lower tiers to host memory. Concurrent fetches share loads. Thread-safe."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class Loader:
         """Create the loader.
 
         Args:
-            arena: the memory with the slots into which blocks are loaded.
+            arena: the memory that contains the slots into which blocks are loaded.
             block_bytes: bytes per block.
             lease: lease under which slots are reserved.
             tiers: tiers below host memory, the fastest first.
@@ -185,8 +186,8 @@ class Loader:
         self._pending: dict[bytes, PendingBlock] = {}
         """Blocks that are being loaded, by key.
 
-        A block stays in this map as long as its slot is reserved. Changes require the loader's
-        lock.
+        A block is in this map while its slot is reserved. The map is modified only under the
+        loader's lock.
         """
 
     @property
@@ -197,7 +198,7 @@ class Loader:
     def load(
         self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int], deadline_s: float
     ) -> None:
-        """Start to load the blocks at some indices of a fetch from one tier."""
+        """Start loading some of a fetch's blocks, given by their indices, from one tier."""
         load = self._reserve(fetch, tier, places)
         if not load.blocks:
             return
@@ -210,11 +211,11 @@ class Loader:
         loading.add_done_callback(lambda loaded: self._commit(load, loaded.result()))
 
     def close(self) -> None:
-        """Stop the alarms. The caller must close the tiers first, which ends all loads."""
+        """Stop the deadline alarms. The caller must close the tiers first to end all loads."""
         self.alarms.close()
 
     def _reserve(self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int]) -> TierLoad:
-        """Reserve a slot for each block that is not yet being loaded, and return the load."""
+        """Reserve slots for blocks that are not being loaded yet, and return their `TierLoad`."""
         load = TierLoad(tier.name, fetch.ends_at)
         with self._lock:
             for place in places:
@@ -242,7 +243,7 @@ class Loader:
         return load
 
     def _commit(self, load: TierLoad, results: Sequence[Result]) -> None:
-        """Make the blocks that a tier has loaded readable, and free the other blocks' slots."""
+        """Make successfully loaded blocks readable, and free the slots of all others."""
         with self._lock:
             for block, result in zip(load.blocks, results, strict=True):
                 if result.status is not Status.HIT:
@@ -257,6 +258,9 @@ class Loader:
 
 
 def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
-    """Return the key that precedes an index, if both keys may belong to the same chain."""
+    """Return the preceding key if it seems to belong to the same chain, or None.
+
+    A chain is the sequence of blocks of one text. Keys of the same chain share a prefix.
+    """
     is_chain = place > 0 and keys[place - 1][:CHAIN_BYTES] == keys[place][:CHAIN_BYTES]
     return keys[place - 1] if is_chain else None

@@ -1,12 +1,12 @@
-"""The files of one engine's file tier: slots of equal size for payloads, and a table of contents.
+"""The files of one engine's file tier: a table of contents, and slots that hold the blocks.
 
     PATH/NAMESPACE/N/table     a header page, then one entry per slot
     PATH/NAMESPACE/N/blocks    the slots, each at a multiple of 4 KiB
 
-An entry is cleared before its slot is overwritten, and written after its payload. A killed process
-therefore leaves no partial blocks. Nothing is synced to the device. Instead, each entry has the
-checksum of its payload, by which a read detects a payload that a power failure left incomplete.
-Each folder has one writer, which holds a lock on the table.
+A table entry is cleared before its slot is overwritten, and rewritten after the block is complete.
+A killed process therefore leaves no partial blocks behind. Nothing is synced to the device.
+Instead, each entry has a checksum of its block, so that reads detect blocks that were left
+incomplete by a power failure. Each folder has a single writer, which holds a lock on the table.
 """
 
 import contextlib
@@ -37,23 +37,23 @@ log = logging.getLogger(__name__)
 _MAGIC = b"ullagekv"
 _VERSION = 1
 _HEADER = struct.Struct(f"<8sQ{KEY_BYTES}sQ")
-"""Header: magic, version, namespace and bytes per block. The header's checksum follows."""
+"""Layout of the header: magic, version, namespace, bytes per block. Its checksum follows."""
 _ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s16sQ")
-"""Entry: key, parent or zeros, xxh3_128 of the payload, save counter. Its checksum follows."""
+"""Layout of an entry: key, parent or zeros, xxh3_128 of block, save counter. A checksum follows."""
 _ENTRY_BYTES = 128
 _EXTENT_BYTES = 64 << 20
 """Number of bytes by which the slot file grows at a time."""
 _GRACE_S = 600.0
-"""Seconds for which an ended engine's folder is kept, even if other engines need the space."""
+"""Seconds for which a stopped engine's folder is kept, even if other engines need the space."""
 _LOCK_TRIES = 5
-"""Number of attempts to lock a folder, because other engines briefly lock it to test the lock."""
+"""Number of attempts to lock a folder. Other engines may hold the lock briefly to test it."""
 _LOCK_PAUSE_S = 0.01
-"""Seconds between two attempts to lock a folder."""
+"""Pause in seconds between two attempts to lock a folder."""
 _NAMESPACE = re.compile("[0-9a-f]{16}")
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
-"""Error numbers that mean a full device or an exhausted quota."""
+"""Error numbers that indicate a full device or an exhausted quota."""
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
-"""Error numbers that mean that the file system lacks O_DIRECT or fallocate."""
+"""Error numbers that indicate that the file system does not support O_DIRECT or fallocate."""
 
 
 class FileTierError(Exception):
@@ -61,7 +61,7 @@ class FileTierError(Exception):
 
 
 class Calls(NamedTuple):
-    """The file system calls, which tests can replace to make them fail or hang."""
+    """The file system calls in use. Tests replace them with calls that fail or hang."""
 
     preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
@@ -69,7 +69,7 @@ class Calls(NamedTuple):
 
 
 class TableEntry(NamedTuple):
-    """A block's entry in the table."""
+    """A block's entry in the table of contents."""
 
     slot: int
     key: bytes
@@ -88,15 +88,15 @@ class StoredBlock(NamedTuple):
 
 
 class SlotFile:
-    """The slots and the table in one process's own folder. Thread-safe.
+    """The slots and the table of contents in one process's own folder. Thread-safe.
 
-    The caller must ensure that no slot is read and written at the same time.
+    The caller must ensure that no slot is read and written concurrently.
     """
 
     def __init__(
         self, path: Path, space: bytes, block_bytes: int, max_bytes: int, calls: Calls
     ) -> None:
-        """Lock a folder below `path` that no process uses, preferably one with stored blocks.
+        """Lock an unused folder under `path`, preferably one that already contains blocks.
 
         Raises:
             FileTierError: the folder cannot be created, written or locked, or `max_bytes` is too
@@ -111,7 +111,7 @@ class SlotFile:
             raise FileTierError(f"{max_bytes} bytes of files hold no block of {block_bytes} bytes")
         self._lock = threading.Lock()
         self._keys: dict[int, bytes] = {}
-        """Key in the table entry of each slot, by slot."""
+        """Maps each slot that has a table entry to the key in that entry."""
         self._slots: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
         fds = list[int]()
@@ -131,23 +131,23 @@ class SlotFile:
 
     @property
     def num_bytes(self) -> int:
-        """Current total size of the files in bytes."""
+        """Current total size of both files in bytes."""
         return PAGE_BYTES + self.max_slots * _ENTRY_BYTES + self.num_slots * self.slot_bytes
 
     @property
     def is_removed(self) -> bool:
-        """Whether the files were removed, so that no later process can find their blocks."""
+        """Whether the files have been deleted, so that later processes cannot find their blocks."""
         try:
             return not all(os.fstat(fd).st_nlink for fd in (self._table, self._blocks))
         except OSError:  # ESTALE of a file server
             return True
 
     def has_entry(self, key: bytes) -> bool:
-        """Return whether the table has an entry for the block, so that later processes find it."""
+        """Return whether the table has an entry with which later processes can find the block."""
         return key in self._slots
 
     def read(self, slot: int, buffer: memoryview) -> bool:
-        """Read a slot into memory of the same size, and return False if the checksum is wrong.
+        """Read a slot into a buffer of the same size, and return whether its checksum is correct.
 
         Raises:
             OSError: the file system failed.
@@ -159,12 +159,13 @@ class SlotFile:
         return xxhash.xxh3_128_digest(payload) == self._digests.get(slot)
 
     def write(self, slot: int, memory: memoryview, buffer: memoryview) -> bytes:
-        """Write a block's bytes to a slot, and return their digest for `enter`.
+        """Write a block's contents to a slot, and return their digest, to be passed to `enter`.
 
         Args:
-            slot: the slot, whose entry is cleared first.
-            memory: the bytes.
-            buffer: page-aligned memory of a slot's size, for bytes that do not fill a whole page.
+            slot: the slot, whose table entry is cleared first.
+            memory: the block's contents.
+            buffer: page-aligned scratch memory of a slot's size, for a last partial page or
+                unaligned contents.
 
         Raises:
             OSError: the file system failed.
@@ -179,7 +180,7 @@ class SlotFile:
         return digest
 
     def enter(self, entries: Sequence[TableEntry]) -> None:
-        """Write table entries, so that blocks can be read and later processes can find them.
+        """Write table entries, so that the blocks can be read and later processes find them.
 
         Raises:
             OSError: the file system failed.
@@ -195,7 +196,10 @@ class SlotFile:
                 self._digests[slot] = digest
 
     def _pages(self, memory: memoryview, buffer: memoryview) -> list[memoryview]:
-        """Return a slot's bytes as whole pages of the memory, and a copy of the remaining bytes."""
+        """Split a block into page-aligned pieces for O_DIRECT, which together fill the slot.
+
+        Whole pages are used in place if `memory` is page-aligned. The rest is copied to `buffer`.
+        """
         source = np.frombuffer(memory, np.uint8)
         whole = source.nbytes // PAGE_BYTES * PAGE_BYTES
         if source.ctypes.data % PAGE_BYTES:
@@ -206,14 +210,14 @@ class SlotFile:
         return [each for each in pages if each.nbytes]
 
     def clear(self, keys: Sequence[bytes]) -> None:
-        """Clear the table entries of blocks, so that no later process finds the blocks."""
+        """Clear the table entries of blocks, so that later processes do not find them."""
         with self._lock:
             for key in keys:
                 if (slot := self._slots.get(key)) is not None:
                     self._clear(slot)
 
     def grow(self) -> int:
-        """Grow the slot file within the quota, and return the number of new slots.
+        """Grow the slot file as far as the quota allows, and return the number of new slots.
 
         Raises:
             OSError: the file system failed, for example because the device is full.
@@ -246,7 +250,7 @@ class SlotFile:
     # opening -------------------------------------------------------------------------------------
 
     def _open(self, fds: list[int]) -> list[StoredBlock]:
-        """Open the slots, read the table, and return its blocks, oldest first."""
+        """Open the slot file, read the table, and return the blocks in it, oldest first."""
         # The table, and the header that it must begin with.
         table_bytes = PAGE_BYTES + self.max_slots * _ENTRY_BYTES
         table = _read_all(self._table, table_bytes)
@@ -335,11 +339,11 @@ _sequence = operator.attrgetter("sequence")
 
 
 class Leftovers:
-    """Folders below a path whose engines have ended.
+    """Folders under a path that belonged to engines that are no longer running.
 
-    A restarted engine finds the blocks of its model in such a folder. Folders are therefore kept
-    while they fit into one engine's quota. A folder that no engine has used for ten minutes may be
-    removed.
+    A restarted engine can reuse its model's blocks from such a folder. Folders are therefore kept
+    as long as they fit into one engine's quota. Beyond that, folders that no engine has used for
+    ten minutes may be removed.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -349,14 +353,14 @@ class Leftovers:
         """Time at which each table was first seen without a running engine."""
 
     def trim(self, own_bytes: int, max_bytes: int, needed_bytes: int = 0) -> int:
-        """Remove folders until the remaining folders and the engine's own files fit into its quota.
+        """Remove unused folders until the rest and the engine's own files fit into its quota.
 
-        The folders that were written longest ago are removed first.
+        The least recently written folders are removed first.
 
         Args:
             own_bytes: size of the engine's own files.
             max_bytes: the engine's quota.
-            needed_bytes: bytes to free on a full device.
+            needed_bytes: minimum number of bytes to free because the device is full.
 
         Returns:
             The number of bytes that were freed.
@@ -374,7 +378,7 @@ class Leftovers:
 
 
 def _take_folder(base: Path) -> tuple[Path, int]:
-    """Lock the first folder that no process uses, or create one.
+    """Lock the first unused folder, creating one if necessary.
 
     Returns:
         The folder and its locked table.
@@ -389,7 +393,7 @@ def _take_folder(base: Path) -> tuple[Path, int]:
 
 
 def _lock_table(folder: Path, *, make: bool) -> int | None:
-    """Open and lock a folder's table, or return None if another process uses or removes it."""
+    """Open and lock a folder's table, or return None if another process is using or removing it."""
     if make:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -456,7 +460,7 @@ def _written_at(table: Path) -> float:
 
 
 def _check(data: bytes, slot: int) -> bytes:
-    """Return the checksum of a header or an entry, seeded with the slot number."""
+    """Return the checksum of a header or table entry, seeded with the slot number."""
     return xxhash.xxh3_64_digest(data, seed=slot)
 
 

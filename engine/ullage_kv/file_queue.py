@@ -1,4 +1,4 @@
-"""Queues of transfers for worker threads, with deadlines that hold even if a thread hangs."""
+"""Queues of block transfers for worker threads, with deadlines that hold even if a thread hangs."""
 
 import contextlib
 import heapq
@@ -21,15 +21,15 @@ NAME = "file"
 """Name of the tier."""
 
 Work = Callable[[Sequence[int], memoryview, Callable[[], None]], None]
-"""A function that processes the transfers at some indices of a batch in a worker thread.
+"""A function with which a worker thread processes some of a batch's transfers.
 
-The second argument is the thread's private buffer, as large as a slot. The function calls the third
-argument when the next thread may take its turn.
+Its arguments are the indices of the transfers, the thread's private buffer, which is as large as a
+slot, and a callback that lets the next thread start taking transfers.
 """
 
 
 class TransferBatch:
-    """The results of one call's transfers. Only the first result of each transfer counts."""
+    """The results of one call's transfers. Later results for the same transfer are ignored."""
 
     def __init__(self, num_transfers: int, on_done: Callable[[Sequence[Result]], None]) -> None:
         self.future = Future[list[Result]]()
@@ -44,11 +44,11 @@ class TransferBatch:
             self.future.set_result([])
 
     def is_open(self, place: int) -> bool:
-        """Return whether the transfer has no result yet."""
+        """Return whether the transfer still has no result."""
         return self._results[place] is None and self._expired is None
 
     def copy(self, place: int, into: memoryview, source: memoryview) -> bool:
-        """Copy to the transfer's memory, or return False if the transfer already has its result."""
+        """Copy data to a transfer's memory, or return False if it already has a result."""
         with self._lock:
             if not self.is_open(place):
                 return False
@@ -77,7 +77,7 @@ class TransferBatch:
             self.future.set_result(results)
 
     def expire(self, result: Result) -> bool:
-        """End all open transfers with this result, or return False if there are none."""
+        """Give all unfinished transfers this result, or return False if there are none."""
         with self._lock:
             if not self._num_open:
                 return False
@@ -93,7 +93,7 @@ class TransferBatch:
 
 
 class Deadlines:
-    """Ends batches at their deadlines, in a separate thread, because worker threads may hang."""
+    """Expires batches at their deadlines, in a separate thread because worker threads may hang."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -104,7 +104,7 @@ class Deadlines:
         self._thread.start()
 
     def add(self, batch: TransferBatch, deadline_s: float, on_expired: Callable[[], None]) -> None:
-        """End a batch at its deadline, and call `on_expired` if any transfer is still open."""
+        """Expire a batch at its deadline, and call `on_expired` if any transfer is unfinished."""
         at = time.monotonic() + deadline_s
         with self._condition:
             heapq.heappush(self._heap, (at, next(self._order), batch, on_expired))
@@ -112,7 +112,7 @@ class Deadlines:
                 self._condition.notify()
 
     def close(self) -> None:
-        """End all batches."""
+        """Stop the thread and expire all batches."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()
@@ -138,14 +138,14 @@ class Deadlines:
 
 
 class Job:
-    """The work for one call's transfers, which threads take in order."""
+    """The transfers of one call and the function that processes them, in order."""
 
     def __init__(
         self, work: Work, places: Iterable[int], batch: TransferBatch | None = None
     ) -> None:
-        """Describe the work for the transfers at the indices `places` of a batch.
+        """Create a job that calls `work` for the transfers at the indices `places` of a batch.
 
-        `batch` receives the results, and is None if no caller waits for them.
+        `batch` receives the results. It is None if no caller is waiting for them.
         """
         self.work = work
         self.places = deque(places)
@@ -153,7 +153,7 @@ class Job:
         self._batch = batch
 
     def fail(self, places: Iterable[int], error: Exception) -> None:
-        """Fail all transfers for which `work` has set no result."""
+        """Fail those of the given transfers that have no result yet."""
         if self._batch is None:
             return
         for place in places:
@@ -161,7 +161,7 @@ class Job:
 
 
 class Lane:
-    """A queue of jobs, with the threads that process it."""
+    """A queue of jobs, with its own worker threads."""
 
     def __init__(
         self,
@@ -178,11 +178,11 @@ class Lane:
             num_threads: number of threads.
             buffer_bytes: size of each thread's private buffer.
             max_queued: maximum number of waiting transfers, or None for no limit.
-            max_taken: maximum number of transfers of one job that a thread takes in one turn.
+            max_taken: maximum number of transfers of one job that a thread takes at a time.
         """
         self._condition = threading.Condition()
         self._turn = threading.Lock()
-        """Lock that a thread holds while it is that thread's turn to take transfers."""
+        """Lock that a thread holds while it takes transfers, so that threads take turns."""
         self._queue = deque[Job]()
         self._num_waiting = 0
         """Number of transfers that no thread has taken yet."""
@@ -200,7 +200,7 @@ class Lane:
 
     @property
     def num_queued(self) -> int:
-        """Number of transfers that wait or run."""
+        """Number of transfers that are waiting or running."""
         return self._num_waiting + self._num_active
 
     @property
@@ -208,7 +208,7 @@ class Lane:
         return self._max_queued is not None and self._num_waiting >= self._max_queued
 
     def put(self, job: Job, *, must: bool = False) -> list[int]:
-        """Queue as many transfers of a job as the limit of the queue allows.
+        """Queue as many of a job's transfers as the queue's limit allows.
 
         With `must`, all transfers are queued, even beyond the limit.
 
@@ -236,12 +236,12 @@ class Lane:
                 self._num_waiting -= len(job.places)
 
     def close(self, ends_at: float, *, drop: bool = False) -> bool:
-        """End the threads when the queue is empty.
+        """Stop the threads once the queue is empty.
 
-        With `drop`, the waiting transfers are dropped.
+        With `drop`, waiting transfers are dropped first.
 
         Returns:
-            False if some threads are still running at the time `ends_at`.
+            False if some threads are still running at the monotonic time `ends_at`.
         """
         with self._condition:
             self._is_closed = True

@@ -1,9 +1,9 @@
 """The file tier: copies of blocks in a slot file, which outlive the process.
 
-Loads and saves have separate threads, so that no load waits behind a save. Each thread reads into a
-private buffer. A thread that hangs on a dead mount can therefore be abandoned at any time, and does
-not write to a caller's memory when the mount recovers. A block that such a thread was writing gets
-no entry in the table.
+Loads and saves have separate threads, so that loads never wait behind saves. Each thread reads into
+a private buffer. A thread that hangs on a dead mount can therefore be abandoned at any time, and it
+does not write to a caller's memory if the mount recovers. A block that such a thread was saving is
+not added to the table of contents.
 """
 
 import logging
@@ -25,37 +25,37 @@ from ullage_kv.tier import CircuitBreaker, TierCounter, TierStats, Transfer
 log = logging.getLogger(__name__)
 
 NUM_LOADING = 4
-"""Number of threads for loads. While some threads copy and verify, others keep the device busy."""
+"""Number of loading threads, so that some keep the device busy while others copy and verify."""
 NUM_SAVING = 4
-"""Number of threads for saves."""
+"""Number of saving threads."""
 
 _MAX_QUEUED_BYTES = 64 << 20
-"""Maximum bytes of blocks that wait to be saved. Each waiting block pins a host tier slot."""
+"""Maximum total bytes of blocks waiting to be saved. Each waiting block pins a host tier slot."""
 _TURN_BYTES = 4 << 20
-"""Maximum bytes of blocks that a thread saves in one turn.
+"""Maximum bytes of blocks that a thread takes from the queue at a time.
 
-If threads took turns for each block, they would mostly wait for one another.
+If threads took one block at a time, they would mostly wait for one another.
 """
 _TURN_SHARE = 1 / 64
-"""Maximum share of all slots that a thread saves in one turn."""
+"""Maximum number of blocks that a thread takes at a time, as a fraction of all slots."""
 
 SAVE_DEADLINE_S = 30.0
 """Seconds after which the tier gives up saving a block."""
 _CLOSE_S = 5.0
-"""Maximum seconds for which closing the tier waits for pending saves."""
+"""Maximum time in seconds that closing the tier waits for pending saves."""
 _LOOK_S = 1.0
-"""Seconds between two checks whether the files were removed."""
+"""Interval in seconds between checks whether the files were deleted."""
 _TRIM_S = 60.0
-"""Seconds between two searches for folders without an engine.
+"""Interval in seconds between searches for folders of stopped engines.
 
-On a full device, the tier also waits this long between two attempts to grow its files.
+If the device is full, the tier also waits this long before it tries to grow its files again.
 """
 
 _CALLS = Calls()
 
 
 class _Volume:
-    """A slot file, the index of its blocks, and the lease under which threads use them."""
+    """A slot file, the index of its blocks, and the lease that tracks the slots in use."""
 
     def __init__(self, file: SlotFile) -> None:
         self.file = file
@@ -88,7 +88,7 @@ class FileTier:
         """Open or create the files of a namespace.
 
         Args:
-            path: folder that engines may share. Each engine has separate files in it.
+            path: folder that engines may share. Each engine has its own files in it.
             space: the 32-byte namespace from `keys.namespace`.
             block_bytes: size of every block.
             max_bytes: maximum total size of this tier's files.
@@ -111,10 +111,10 @@ class FileTier:
         self._save_breaker = CircuitBreaker(clock)
         self._lock = threading.Lock()
         self._saving: dict[bytes, bool] = {}
-        """Blocks that wait to be saved, and whether they were removed in the meantime."""
+        """Maps each block that is waiting to be saved to whether it was removed in the meantime."""
         self._leftovers = Leftovers(self._path, clock)
         self._answered_at = 0.0
-        """Monotonic time of the last load that the file system answered."""
+        """Monotonic time at which the file system last completed a read."""
         now = clock()
         self._look_at = now
         self._trim_at = now
@@ -224,7 +224,10 @@ class FileTier:
         )
 
     def close(self) -> None:
-        """Finish pending saves, waiting at most 5 seconds. Later calls return UNAVAILABLE."""
+        """Finish pending saves within 5 seconds and close the files.
+
+        Later calls return UNAVAILABLE.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -314,7 +317,7 @@ class FileTier:
         places: Sequence[int],
         results: dict[int, Result],
     ) -> dict[int, SlotRef]:
-        """Reserve a slot for each transfer, or set the transfer's result if this fails."""
+        """Reserve a slot for each transfer. If that fails, set the transfer's result."""
         refs = dict[int, SlotRef]()
         for place in places:
             if not batch.is_open(place):
@@ -336,7 +339,7 @@ class FileTier:
         buffer: memoryview,
         results: dict[int, Result],
     ) -> None:
-        """Write blocks to their slots, then their entries, and set their results."""
+        """Write blocks to their slots, then write their table entries and set their results."""
         entries = dict[int, TableEntry]()
         try:
             for place, ref in refs.items():
@@ -384,10 +387,10 @@ class FileTier:
             self._on_failure(self._save_breaker, str(error))
 
     def _writable_volume(self, num_slots: int) -> _Volume:
-        """Return the files, with this many free slots if the quota allows.
+        """Return the files to save to, growing them to `num_slots` free slots if the quota allows.
 
-        Files that were removed are replaced by new files. Only the saving thread whose turn it is
-        calls this method.
+        Deleted files are replaced with new ones. Only the saving thread that is currently taking
+        transfers may call this method.
         """
         now = self._clock()
         if now >= self._look_at:
@@ -410,7 +413,7 @@ class FileTier:
             self._num_evicted_before += evicted
 
     def _grow(self, volume: _Volume, now: float) -> int:
-        """Grow the files on the device, and return the number of new slots."""
+        """Grow the files, and return the number of new slots, or 0 if the device is full."""
         try:
             num_more = volume.file.grow()
             volume.index.add_slots(num_more)

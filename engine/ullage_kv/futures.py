@@ -1,4 +1,4 @@
-"""Futures that threads complete, with functions to join, chain and time them out."""
+"""Helpers to join futures, chain them and complete them at a deadline, across threads."""
 
 import contextlib
 import heapq
@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 Steps = Iterator["Future[Any]"]
-"""A task, as a generator that yields every future for which it waits."""
+"""A task, written as a generator that yields each future that it waits for."""
 
 
 def done(value: Value) -> "Future[Value]":
-    """Return a future that is already done, with this result."""
+    """Return a future that has already completed with this result."""
     future = Future[Value]()
     future.set_result(value)
     return future
 
 
 def all_done(futures: "Sequence[Future[Any]]") -> "Future[None]":
-    """Return a future that is done when all given futures are done. None of them may fail."""
+    """Return a future that completes when all given futures have. None of them may fail."""
     if not futures:
         return done(None)
 
@@ -39,7 +39,7 @@ def all_done(futures: "Sequence[Future[Any]]") -> "Future[None]":
 
 
 def finish(future: "Future[None]") -> None:
-    """Complete a future, unless its deadline has already completed it."""
+    """Complete a future, unless it was already completed, for example at its deadline."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(None)
 
@@ -47,15 +47,15 @@ def finish(future: "Future[None]") -> None:
 def run(
     steps: Steps, call_soon: Callable[[Callable[[], None]], object] | None = None
 ) -> "Future[None]":
-    """Run a task, and return a future that is done when the task has ended.
+    """Run a task, and return a future that completes when the task has finished.
 
-    The task runs in the caller's thread until it waits for a future, and continues when that future
-    is done.
+    The task runs in the caller's thread until it waits for a future, and resumes when that future
+    completes.
 
     Args:
-        steps: the task, a generator that yields every future for which it waits.
-        call_soon: runs a function in the thread in which the task continues. With None, the task
-            continues in the thread that completed the future.
+        steps: the task, a generator that yields each future that it waits for.
+        call_soon: schedules a function in the thread in which the task should resume. With None,
+            the task resumes in the thread that completed the future.
     """
     ended = Future[None]()
 
@@ -88,7 +88,7 @@ class Alarms:
         self._is_closed = False
 
     def finish_at(self, at: float, future: "Future[None]") -> None:
-        """Complete a future at a given clock time, unless the future is already done."""
+        """Complete a future at the given clock time, unless it has completed by then."""
         with self._changed:
             heapq.heappush(self._due, (at, next(self._numbers), future))
             if self._thread is None and not self._is_closed:
@@ -97,7 +97,7 @@ class Alarms:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop the thread. Pending alarms no longer complete their futures."""
+        """Stop the thread. The futures of pending alarms are no longer completed."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -109,7 +109,7 @@ class Alarms:
             finish(future)
 
     def _next(self) -> "Future[None] | None":
-        """Wait for the next alarm, and return its future, or None once the alarms are closed."""
+        """Wait for the next alarm and return its future, or None after `close`."""
         with self._changed:
             while not self._is_closed:
                 wait_s = self._due[0][0] - self._clock() if self._due else None

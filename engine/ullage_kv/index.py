@@ -1,4 +1,4 @@
-"""The index of blocks in slots: states, leases and eviction.
+"""The index that maps block keys to slots. It manages slot states, leases and eviction.
 
     FREE -> WRITING -> READY -> FREE      evicted: the least recently used block that is not pinned
                          |                and has no child block
@@ -7,8 +7,9 @@
             WRITING -> FREE               aborted, or its lease ended
 
 A slot's generation increases each time the slot is allocated, so that stale references have no
-effect. The index is sharded by the first bytes of the keys, which are the same for a whole chain.
-Each shard has a lock. This module does not access the bytes of blocks.
+effect. The index is sharded by the first bytes of the keys, which are the same for all blocks in a
+chain, the consecutive blocks of one text. Each shard has a lock. This module does not access the
+contents of blocks.
 """
 
 import enum
@@ -38,7 +39,7 @@ class SlotState(enum.Enum):
 
 
 class SlotRef(NamedTuple):
-    """A slot, with the generation in which it was allocated."""
+    """A slot number, with the slot's generation when it was allocated."""
 
     slot: int
     generation: int
@@ -48,7 +49,7 @@ class Reserved(NamedTuple):
     """The outcome of reserving a slot for writing."""
 
     status: Status
-    """STORED if the caller must write and commit the slot.
+    """STORED if a slot was reserved, which the caller must now write and commit.
 
     With EXISTS, BUSY, FULL or STALE, no slot was reserved.
     """
@@ -67,9 +68,9 @@ class _Entry:
     last_used: int = 0
     """Logical clock tick of the block's last use."""
     is_removed: bool = False
-    """Whether the block was removed while it was being written, so that a commit drops it."""
+    """Whether the block was removed while being written, in which case a commit drops it."""
     num_uses: int = 0
-    """Number of times that the block was stored or read."""
+    """Number of times the block was stored or read."""
 
 
 @dataclass(slots=True)
@@ -77,12 +78,12 @@ class _Shard:
     lock: threading.RLock = field(default_factory=threading.RLock)
     by_key: dict[bytes, _Entry] = field(default_factory=dict)
     evictable: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
-    """READY entries without pins and children, least recently used first."""
+    """READY entries with neither pins nor children, least recently used first."""
     num_ready: int = 0
 
 
 class SlotIndex:
-    """An index of the blocks in a number of slots. Thread-safe."""
+    """Tracks which block each slot holds, and finds blocks by key. Thread-safe."""
 
     def __init__(self, num_slots: int, num_shards: int = _NUM_SHARDS) -> None:
         self.num_slots = num_slots
@@ -93,7 +94,7 @@ class SlotIndex:
         self._ticks = itertools.count(1)
         self._counting = threading.Lock()
         self.num_evicted = 0
-        """Number of blocks that were evicted to make room for other blocks."""
+        """Number of blocks that were evicted to make room for others."""
 
     def __len__(self) -> int:
         """Return the number of blocks that can be read."""
@@ -102,11 +103,11 @@ class SlotIndex:
     def add_slots(
         self, num_slots: int, blocks: Sequence[tuple[int, bytes, bytes | None]] = ()
     ) -> None:
-        """Add slots after the existing slots.
+        """Append slots to the existing ones.
 
         Args:
             num_slots: number of new slots.
-            blocks: slot, key and parent of each block that the new slots already hold, least
+            blocks: slot, key and parent of each block that the new slots already contain, least
                 recently used first. These blocks become readable.
         """
         first = self.num_slots
@@ -132,17 +133,17 @@ class SlotIndex:
         return len(self._free)
 
     def contains(self, key: bytes) -> bool:
-        """Return whether the block can be read now."""
+        """Return whether the block is stored and readable."""
         entry = self._shard(key).by_key.get(key)
         return entry is not None and entry.state is SlotState.READY
 
     def contains_each(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether each block can be read now. This is faster than one call per block."""
+        """Return whether each block is readable. This is faster than one call per block."""
         ready = SlotState.READY
         return [entry is not None and entry.state is ready for entry in self._find(keys)]
 
     def uses_of_each(self, keys: Sequence[bytes]) -> list[int]:
-        """Return how often each block was stored or read since it was added (0 if it is absent)."""
+        """Return how often each block was stored or read since it was added (0 if missing)."""
         return [0 if entry is None else entry.num_uses for entry in self._find(keys)]
 
     def is_readable(self, ref: SlotRef) -> bool:
@@ -151,7 +152,7 @@ class SlotIndex:
         return entry is not None and entry.state is SlotState.READY
 
     def readable_keys(self) -> list[bytes]:
-        """List the keys of the blocks that can be read, in no particular order."""
+        """Return the keys of all readable blocks, in no particular order."""
         return [
             entry.key
             for shard in self._shards
@@ -160,7 +161,7 @@ class SlotIndex:
         ]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each block in this prefix of a chain, except for unindexed blocks."""
+        """Count one use of each block in this prefix of a chain. Unknown blocks are skipped."""
         # The last block first, so that the end of a chain is always older than its beginning.
         for chain, group in itertools.groupby(reversed(keys), _CHAIN):
             shard = self._shard(chain)
@@ -171,15 +172,18 @@ class SlotIndex:
     def remove(self, key: bytes) -> bool:
         """Drop a block, so that readers no longer find it, and return whether it was readable.
 
-        The block's slot is free once all readers have unpinned it. A block with this key that is
-        being written is dropped when it is committed.
+        The block's slot is freed once all readers have unpinned it. If a block with this key is
+        currently being written, it is dropped on commit.
         """
         shard = self._shard(key)
         with shard.lock:
             return self._remove(shard, key)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of chains, given by the `CHAIN_BYTES` prefix of keys (None for all)."""
+        """Drop all blocks of the given chains, or all blocks if None.
+
+        A chain is given by the first `CHAIN_BYTES` bytes of its keys.
+        """
         for shard in self._shards:
             with shard.lock:
                 for key in list(shard.by_key):
@@ -202,10 +206,10 @@ class SlotIndex:
     def lease(
         self, ttl_s: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> "Lease":
-        """Open a lease, which holds one client's reservations and pins.
+        """Open a lease, which tracks one client's reservations and pins.
 
         Args:
-            ttl_s: seconds after which the lease expires, or None for never.
+            ttl_s: seconds after which the lease expires, or None if it never does.
             clock: returns the time in seconds.
         """
         return Lease(self, None if ttl_s is None else clock() + ttl_s, clock)
@@ -213,7 +217,7 @@ class SlotIndex:
     def check_integrity(self, leases: Sequence["Lease"]) -> None:
         """Assert that each slot is free or holds one block, and that all counts are correct.
 
-        Nothing else may use the index during the call.
+        The index must not be used concurrently.
 
         Args:
             leases: all open leases.
@@ -267,7 +271,7 @@ class SlotIndex:
             return Reserved(Status.STORED, self._place(slot, key, above, shard).ref)
 
     def _hold_parent(self, shard: _Shard, parent: bytes | None) -> _Entry | None:
-        """Count a child of a parent block, so that the parent is not evicted before the child."""
+        """Register a child with its parent block, so that the parent is not evicted first."""
         above = None if parent is None else shard.by_key.get(parent)
         if above is not None:
             above.num_children += 1
@@ -360,7 +364,7 @@ class SlotIndex:
             self._evict_first(oldest)
 
     def _oldest(self) -> _Shard | None:
-        """Return the shard of the next block to evict, or None if no block can be evicted."""
+        """Return the shard with the next block to evict, or None if no block is evictable."""
         oldest = None
         last_used = 0
         for shard in self._shards:
@@ -420,9 +424,9 @@ def _values(shard: _Shard) -> list[_Entry]:
 
 
 class Lease:
-    """One client's reservations and pins, all of which end with the lease.
+    """One client's reservations and pins, all of which are released when the lease ends.
 
-    One thread at a time may use a lease, except for `close`, which any thread may call.
+    Only one thread at a time may use a lease, except that any thread may call `close`.
     """
 
     def __init__(self, index: SlotIndex, ends_at: float | None, clock: Callable[[], float]) -> None:
@@ -445,7 +449,7 @@ class Lease:
 
     @property
     def pinned(self) -> Counter[SlotRef]:
-        """Number of pins of each slot."""
+        """Number of pins on each slot."""
         return Counter(self._pinned)
 
     def reserve(self, key: bytes, parent: bytes | None = None) -> Reserved:
@@ -453,7 +457,7 @@ class Lease:
 
         Args:
             key: key of the block.
-            parent: key of the previous block of the chain, which is not evicted before this block.
+            parent: key of the previous block in the chain. It is not evicted before this block.
         """
         with self._lock:
             if self.is_over:
@@ -464,15 +468,15 @@ class Lease:
             return reserved
 
     def commit(self, ref: SlotRef) -> Status:
-        """Make a written block readable. Return STORED, or STALE if the block was dropped."""
+        """Make a written block readable. Return STORED, or STALE if it was dropped meanwhile."""
         return Status.STORED if self._end(ref, is_stored=True) else Status.STALE
 
     def abort(self, ref: SlotRef) -> None:
-        """Free a reserved slot that was not written. Do nothing if the slot is not reserved."""
+        """Free a reserved slot without storing a block. Do nothing if the slot is not reserved."""
         self._end(ref, is_stored=False)
 
     def pin(self, key: bytes) -> SlotRef | None:
-        """Prevent a block's eviction, and return its slot, or None if the block is absent."""
+        """Protect a block from eviction and return its slot, or None if the block is missing."""
         with self._lock:
             ref = None if self.is_over else self._index._pin(key)
             if ref is not None:
@@ -480,7 +484,7 @@ class Lease:
             return ref
 
     def unpin(self, ref: SlotRef) -> None:
-        """Undo one `pin`. Do nothing if the pin has already ended with the lease."""
+        """Undo one call to `pin`. Do nothing if the lease has already released the pin."""
         with self._lock:
             if self._pinned[ref] <= 0:
                 del self._pinned[ref]
@@ -491,7 +495,7 @@ class Lease:
         self._index._unpin(ref)
 
     def close(self) -> None:
-        """Abort all reservations and undo all pins."""
+        """Abort all reservations and release all pins."""
         with self._lock:
             self._is_closed = True
             reserved = self._reserved

@@ -1,8 +1,8 @@
 """Content keys of KV blocks.
 
-A block's key is a SHA-256 chain over all tokens up to the block's end. The chain begins with a
-namespace, so that two blocks have the same key only if their bytes are interchangeable. All keys of
-a chain start with the same two bytes, which are those of the chain's first block. An index can
+A block's key is a chained SHA-256 hash over all tokens up to the end of the block. The hash chain
+starts from a namespace, so that two blocks have the same key only if they are interchangeable. All
+keys in a chain start with the same two bytes, taken from the key of its first block. An index can
 therefore keep a chain together by its keys alone.
 """
 
@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 KEY_BYTES = 32
 CHAIN_BYTES = 2
-"""Number of leading bytes that all keys of a chain share."""
+"""Number of leading bytes that all keys in a chain have in common."""
 
 _FORMAT = 1
 """Version of the key format. A new version invalidates all stored blocks."""
 
 
 def namespace(facts: Mapping[str, object]) -> bytes:
-    """Return a 32-byte digest of everything that KV depends on, except the tokens.
+    """Return a 32-byte digest of everything except the tokens that determines a block's contents.
 
     Args:
-        facts: model, revision, dtype, geometry and everything else that affects the bytes of a
+        facts: model, revision, dtype, geometry and everything else that affects the contents of a
             block, as strings, numbers and lists of these.
     """
     text = json.dumps({"format": _FORMAT, **facts}, sort_keys=True, separators=(",", ":"))
@@ -34,9 +34,9 @@ def namespace(facts: Mapping[str, object]) -> bytes:
 def block_keys(
     space: bytes, token_ids: Sequence[int], block_tokens: int, salt: str = ""
 ) -> list[bytes]:
-    """Return the keys of all whole blocks of `block_tokens` tokens.
+    """Return the keys of all complete blocks of `block_tokens` tokens in a text.
 
-    Blocks of different namespaces or salts never have the same key.
+    Blocks with different namespaces or salts never have the same key.
     """
     return list(extend_keys(space, [], token_ids, block_tokens, salt))
 
@@ -48,7 +48,7 @@ def extend_keys(
     block_tokens: int,
     salt: str = "",
 ) -> Iterator[bytes]:
-    """Yield the keys of the whole blocks that follow the blocks with the given `keys`."""
+    """Yield the keys of the complete blocks that follow those whose `keys` are already known."""
     parent = keys[-1] if keys else hashlib.sha256(space + salt.encode()).digest()
     chain = parent[:CHAIN_BYTES] if keys else b""
     start = len(keys) * block_tokens
@@ -65,5 +65,5 @@ def extend_keys(
 
 
 def part_key(key: bytes, part: str) -> bytes:
-    """Return the key for another part of the same block, such as its sliding-window layers."""
+    """Return the key for a part of a block that is stored separately, such as its window layers."""
     return key[:CHAIN_BYTES] + hashlib.sha256(key + part.encode()).digest()[CHAIN_BYTES:]

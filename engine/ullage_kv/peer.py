@@ -1,7 +1,7 @@
-"""A client for one peer, which looks up blocks and copies them from and to the peer's host memory.
+"""A client that looks up blocks on one peer and copies them from and to the peer's host memory.
 
-The client uses blocking gRPC, for use in threads. gRPC itself enforces the deadline of each RPC,
-even if the peer hangs. A circuit breaker stops RPCs to a peer that keeps failing.
+The client uses blocking gRPC and is meant for use in threads. gRPC itself enforces the deadline of
+each RPC, even if the peer hangs. A circuit breaker stops RPCs to a peer that keeps failing.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ from ullage_kv.results import MISS, Result, Status
 from ullage_kv.tier import CircuitBreaker, Transfer
 
 REMOTE = "remote"
-"""Name of the tier in the host memory of peers."""
+"""Name of the tier that consists of peers' host memory."""
 CHUNK_BYTES = 1 << 19
-"""Bytes of a block to send in one message.
+"""Number of bytes of a block to send in one message.
 
-In measurements, chunks of half the maximum size had twice the throughput, because the copies of
-such a message stay in the heap and in the CPU caches.
+In measurements, chunks of half the maximum size doubled the throughput, because copies of such
+messages stay in the heap and in the CPU caches.
 """
 MAX_CHUNK_BYTES = 1 << 20
-"""Maximum bytes of a block in one message."""
+"""Maximum number of bytes of a block in one message."""
 MAX_KEYS = 4096
 """Maximum number of keys in one request."""
 
 _END_LEASE_S = 1.0
-"""Deadline in seconds of the RPC that ends a lease, which would soon expire anyway."""
+"""Deadline in seconds for ending a lease. It may be short, because leases expire soon anyway."""
 _STATUSES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Status.TIMEOUT,
     grpc.StatusCode.UNAVAILABLE: Status.UNAVAILABLE,
@@ -47,7 +47,7 @@ _STATUSES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Status.BUSY,
 }
 _HEALTHY = {Status.STALE, Status.BUSY}
-"""Statuses with which a healthy peer may refuse a request."""
+"""Statuses of refused requests that do not count as failures of the peer."""
 _ROOMS = {
     pb.ROOM_ALREADY_HAVE: Status.EXISTS,
     pb.ROOM_FULL: Status.FULL,
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class _WrongAnswer(Exception):
-    """The peer violated the protocol. The message says how."""
+    """The peer violated the protocol. The message explains how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +68,16 @@ class Identity:
 
     geometry: pb.Geometry
     instance: str
-    """Id of this process, by which the process recognises itself among its peers."""
+    """Id of this process, with which it recognises itself among its peers."""
     material: Callable[[], Material | None]
     """Function that returns the newest client certificate, or None if peers use plaintext."""
 
 
 class PeerClient:
-    """A client of another engine at one address. Thread-safe."""
+    """A client for another engine at a single address. Thread-safe."""
 
     def __init__(self, address: str, server_name: str, own: Identity) -> None:
-        """Create a client of a peer whose certificate must have the name `server_name`."""
+        """Create a client for a peer whose certificate must match `server_name`."""
         self.address = address
         self.breaker = CircuitBreaker()
         self.instance = ""
@@ -87,7 +87,7 @@ class PeerClient:
         self.num_reads = 0
         """Number of reads in progress."""
         self.problem = ""
-        """Human-readable text of the last failure, or "" if the peer has answered since."""
+        """Human-readable description of the last failure, or "" if the peer has answered since."""
         self._server_name = server_name
         self._own = own
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class PeerClient:
 
     @property
     def is_other(self) -> bool:
-        """Whether the peer is known to be a process other than this one."""
+        """Whether the peer has answered and is not this process itself."""
         return self.instance not in ("", self._own.instance)
 
     @property
@@ -109,13 +109,13 @@ class PeerClient:
     def look(
         self, keys: Sequence[bytes], timeout_s: float, on_held: Callable[[list[bool]], None]
     ) -> None:
-        """Start to query the peer for the blocks that it has.
+        """Ask the peer, without blocking, which of the blocks it has.
 
         Args:
             keys: keys of the blocks.
             timeout_s: deadline in seconds.
-            on_held: called once, from any thread, within the deadline. Its argument has one value
-                per key, or is an empty list if the peer has not answered.
+            on_held: called once, from any thread, before the deadline. Its argument has one value
+                per key, or is an empty list if the peer did not answer.
         """
         request = pb.LookupRequest(geometry=self._own.geometry, keys=keys)
         try:
@@ -139,8 +139,8 @@ class PeerClient:
     def read(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
         """Copy blocks from the peer.
 
-        Every result is set by the monotonic time `ends_at`. Nothing is written to the memory
-        afterwards.
+        The call returns by the monotonic time `ends_at`. Nothing is written to the transfers'
+        memory afterwards.
         """
         arriving = _Arriving(transfers)
         with self._lock:
@@ -161,7 +161,7 @@ class PeerClient:
         return results
 
     def _read(self, transfers: Sequence[Transfer], arriving: "_Arriving", ends_at: float) -> None:
-        """Read blocks from the peer in parts. The peer limits the number of blocks per part."""
+        """Read blocks in several rounds, because the peer limits how many it pins at a time."""
         stub = self._connect()
         places = list(range(len(transfers)))
         while places:
@@ -193,7 +193,7 @@ class PeerClient:
                 released.result()
 
     def write(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
-        """Copy blocks to the peer, until the monotonic time `ends_at`.
+        """Copy blocks to the peer, stopping at the monotonic time `ends_at`.
 
         Returns:
             For each block, STORED, EXISTS if the peer already had the block, or the reason why the
@@ -248,7 +248,7 @@ class PeerClient:
                 _end_lease(stub.Abort, pb.AbortRequest(lease=answer.lease))
 
     def close_retired(self, after_s: float) -> None:
-        """Close channels whose certificate was replaced at least this many seconds ago."""
+        """Close channels whose certificate was replaced at least `after_s` seconds ago."""
         with self._lock:
             due = [each for each in self._retired if time.monotonic() >= each[0] + after_s]
             self._retired = [each for each in self._retired if each not in due]
@@ -256,7 +256,7 @@ class PeerClient:
             channel.close()
 
     def close(self) -> None:
-        """Cancel all RPCs. Later calls fail at once."""
+        """Cancel all RPCs. Later calls fail immediately."""
         with self._lock:
             self._is_closed = True
             channels = [channel for _, channel in self._retired]
@@ -267,7 +267,7 @@ class PeerClient:
             channel.close()
 
     def _connect(self) -> "kv_pb2_grpc.KVStoreServiceStub":
-        """Return a stub for a channel with the newest certificate.
+        """Return a stub for a channel that uses the newest certificate.
 
         Raises:
             ValueError: the tier is closed.
@@ -297,7 +297,7 @@ class PeerClient:
         self.problem = ""
 
     def _fail(self, error: Exception) -> Result:
-        """Record a failed RPC, and return the failure as the result for a block."""
+        """Record a failed RPC, and return a `Result` that describes the failure."""
         if isinstance(error, grpc.Call):
             refusal = from_rpc_error(error)
             status = _STATUSES.get(refusal.code, Status.ERROR)
@@ -315,7 +315,7 @@ class PeerClient:
 
 
 class _Arriving:
-    """Blocks that arrive in chunks, and are verified once they are complete."""
+    """Receives blocks in chunks and verifies each block once it is complete."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self._transfers = transfers
@@ -323,11 +323,11 @@ class _Arriving:
         self._results: list[Result | None] = [None] * len(transfers)
 
     def results(self, otherwise: Result) -> list[Result]:
-        """Return the results of all blocks, with `otherwise` for blocks that did not arrive."""
+        """Return the results of all blocks, using `otherwise` for blocks that did not arrive."""
         return [result or otherwise for result in self._results]
 
     def refuse(self, places: Sequence[int]) -> None:
-        """Record that the peer has these blocks but does not allow reads at present."""
+        """Record that the peer has these blocks but does not currently allow reading them."""
         for place in places:
             self._results[place] = Result(Status.BUSY, REMOTE)
 
@@ -335,8 +335,8 @@ class _Arriving:
         """Receive the blocks at these indices from an RPC's responses.
 
         Raises:
-            _WrongAnswer: a chunk belongs to none of these blocks or is out of order, or a block is
-                incomplete.
+            _WrongAnswer: a chunk is out of order or does not belong to any of these blocks, or a
+                block is incomplete.
         """
         try:
             for chunk in chunks:
@@ -387,7 +387,7 @@ def _remaining_s(ends_at: float) -> float:
 
 
 def _end_lease(method: Any, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
-    """Start the RPC that ends a lease.
+    """Send the RPC that ends a lease, without waiting for the answer.
 
     Returns:
         The RPC, or None if there is no lease or the channel is closed.

@@ -1,9 +1,9 @@
-"""The tier in the host memory of other engines, which reads blocks from peers and copies to peers.
+"""The tier in other engines' host memory, which reads blocks from peers and copies blocks to them.
 
-The tier keeps hints about which peer has a block: `look` queries all peers, and `holds` answers
-from the hints. A hint may be wrong, so a read first requests that the peer pin the blocks. If a
-peer is dead or slow, or violates the protocol, a few RPCs fail or reach their deadline. Then the
-peer's circuit breaker opens, until the peer answers a look-up again.
+The tier keeps hints about which peer has which block: `look` queries all peers, and `holds` answers
+from these hints. A hint may be wrong, so a read first asks the peer to pin the blocks. If a peer is
+dead or slow, or violates the protocol, a few RPCs fail or reach their deadline. The peer's circuit
+breaker then opens until the peer answers a look-up again.
 """
 
 import itertools
@@ -35,26 +35,26 @@ MAX_HINTS = 1 << 16
 HINT_S = 30.0
 """Seconds for which a hint is valid."""
 LOOK_SHARE = 4
-"""Divisor for the deadline of look-ups, which must be shorter because requests wait for them."""
+"""Divisor N: look-ups get 1/N of the deadline of loads, because requests wait for them."""
 RESOLVE_S = 5.0
-"""Seconds between two rounds of resolving peers' names and querying unresponsive peers again."""
+"""Interval in seconds at which peers' names are resolved and unresponsive peers are retried."""
 MAX_LOADS = 16
 """Maximum number of concurrent loads."""
 MAX_LOOKS = 64
 """Maximum number of concurrent look-ups."""
 MAX_QUEUED = 256
-"""Maximum number of blocks that wait to be copied to a peer. Waiting blocks are pinned."""
+"""Maximum number of blocks waiting to be copied to a peer. Waiting blocks are pinned."""
 BATCH_BYTES = 32 << 20
-"""Bytes after which a batch of copies is sent."""
+"""Size in bytes at which a batch of copies is full and is sent."""
 
 _NOT_THERE = {Status.MISS, Status.CORRUPT}
-"""Results which show that a hint was wrong."""
+"""Results that show that a hint was wrong."""
 
 log = logging.getLogger(__name__)
 
 
 class Hints:
-    """Hints about which peers have which blocks, limited in number and in age."""
+    """Remembers which peers probably have which blocks, for a limited time and number of blocks."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Hints:
         return len(self._until)
 
     def learn(self, peer: str, keys: Iterable[bytes], held: Iterable[bool]) -> None:
-        """Record a peer's answer about blocks."""
+        """Record a peer's answer about which of the blocks it has."""
         until = self._clock() + self._ttl_s
         with self._lock:
             for key, is_held in zip(keys, held, strict=True):
@@ -87,13 +87,13 @@ class Hints:
                 self._until.popitem(last=False)
 
     def peers(self, key: bytes) -> list[str]:
-        """Return the addresses of the peers that have the block according to the hints."""
+        """Return the addresses of the peers that probably have the block."""
         now = self._clock()
         with self._lock:
             return [peer for peer, until in self._until.get(key, {}).items() if now < until]
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop the hints about blocks."""
+        """Drop all hints about these blocks."""
         with self._lock:
             for key in keys:
                 self._until.pop(key, None)
@@ -108,11 +108,11 @@ class PeerState:
     is_left_alone: bool
     free_blocks: int
     problem: str
-    """Why the last RPC to the peer failed, or "" if it did not fail."""
+    """Description of the last failure, or "" if the peer has answered since."""
 
 
 class _Copies(NamedTuple):
-    """The blocks of one `save` call, while they wait to be copied to a peer."""
+    """The blocks of one `save` call that are waiting to be copied to a peer."""
 
     transfers: Sequence[Transfer]
     future: "Future[list[Result]]"
@@ -137,16 +137,16 @@ class RemoteTier:
         look_s: float | None = None,
         resolve_s: float = RESOLVE_S,
     ) -> None:
-        """Start the tier's threads, and begin to look for peers.
+        """Start the tier's threads, which begin to look for peers.
 
         Args:
             targets: `host:port` of peers. A name may have several addresses, which may change.
-            namespace: namespace of the keys. Peers with a different namespace refuse requests.
+            namespace: namespace of the keys. Peers with another namespace refuse requests.
             block_bytes: size of every block.
             instance: `KVStoreService.instance` of this process, to detect its own address.
             deadline_s: maximum seconds for one load, and for one batch of copies.
             copies: whether to copy blocks to a peer at all.
-            server_name: name in the peers' certificates (empty for the host of their target).
+            server_name: name in the peers' certificates, or "" to expect their target's host name.
             material: returns the newest client certificate, or None if peers use plaintext.
             look_s: maximum seconds for a look-up, or None for a quarter of the deadline.
             resolve_s: seconds between two name resolutions.
@@ -185,7 +185,7 @@ class RemoteTier:
             thread.start()
 
     def peers(self) -> list[PeerState]:
-        """Describe all peers."""
+        """Return the state of all peers."""
         return [
             PeerState(
                 address=peer.address,
@@ -218,10 +218,10 @@ class RemoteTier:
             self._num_looks -= 1
 
     def _ask(self, peer: PeerClient, keys: Sequence[bytes]) -> "Future[None]":
-        """Query a peer for the blocks that it has, unless its circuit breaker is open.
+        """Ask a peer which of the blocks it has, unless its circuit breaker is open.
 
         Returns:
-            A future that is done when the peer's answer is in the hints.
+            A future that completes once the peer's answer has been added to the hints.
         """
         if not peer.breaker.allows():
             return done(None)
@@ -240,9 +240,9 @@ class RemoteTier:
         return [bool(self._holders(key)) for key in keys]
 
     def _holders(self, key: bytes) -> list[PeerClient]:
-        """Return the usable peers that have a block according to the hints.
+        """Return the peers that probably have a block, according to the hints.
 
-        Peers with an open circuit breaker are left out.
+        Peers whose circuit breaker is open are skipped.
         """
         if self._is_removed(key):
             return []
@@ -273,10 +273,10 @@ class RemoteTier:
             )
 
     def trust(self) -> None:
-        """Allow reads from peers again, after `remove_chains(None)` suspended them.
+        """Resume reads from peers after `remove_chains(None)` has suspended them.
 
-        Call it, for example, when the worker that damaged blocks has ended. Chains and blocks that
-        were removed by key are still not read again.
+        This is safe, for example, once the worker that damaged blocks has exited. Blocks and chains
+        that were removed individually are still never read again.
         """
         with self._lock:
             was_distrusted = self._is_distrusted
@@ -321,7 +321,7 @@ class RemoteTier:
         return results
 
     def _read(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
-        """Read from one peer at a time, always from the peer that has the most missing blocks."""
+        """Read from one peer at a time, always choosing the peer with the most missing blocks."""
         tried = set[str]()
         missing = list(range(len(transfers)))
         while missing:
@@ -399,7 +399,7 @@ class RemoteTier:
                 start = end
 
     def _next_batch(self) -> list[_Copies]:
-        """Wait for blocks to copy. Return no blocks if the tier is closed and none are left."""
+        """Wait for blocks to copy. Return an empty list if the tier is closed and none are left."""
         batch = list[_Copies]()
         num_bytes = 0
         with self._has_copies:
@@ -433,9 +433,14 @@ class RemoteTier:
         return results
 
     def _peer_for(self, transfer: Transfer) -> PeerClient | None:
-        """Return the peer that has the previous block, or else the peer with the most free slots.
+        """Choose the peer to which a block is copied.
 
-        If no peer has free slots, chains are distributed equally by rendezvous hashing.
+        A peer that has the previous block in the chain is preferred, then the peer with the most
+        free slots. Ties, for example if no peer has free slots, are broken by rendezvous hashing,
+        which distributes chains evenly.
+
+        Returns:
+            The peer, or None if no peer is usable.
         """
         usable = self._usable()
         if transfer.parent is not None:
@@ -449,7 +454,7 @@ class RemoteTier:
         return max(usable, key=rank, default=None)
 
     def _usable(self) -> list[PeerClient]:
-        """Return the peers that are other processes and whose circuit breaker is closed."""
+        """Return all peers, other than this process itself, whose circuit breaker is closed."""
         return [
             peer
             for peer in list(self._peers.values())
@@ -475,7 +480,7 @@ class RemoteTier:
             self._closing.wait(self._resolve_s)
 
     def _log_peers(self, before: Sequence[PeerState]) -> list[PeerState]:
-        """Return all peers, and log them in one line if any was added, removed or changed state."""
+        """Log all peers in one line if any was added, removed or changed state, and return them."""
         peers = [each for each in self.peers() if not each.is_self]
         if _standing(peers) != _standing(before):
             facts = {each.address: each.problem for each in peers if each.is_left_alone}
@@ -484,7 +489,7 @@ class RemoteTier:
         return peers
 
     def _use(self, resolved: dict[str, set[str]]) -> None:
-        """Connect to new addresses, and disconnect from addresses that no longer exist."""
+        """Add clients for new addresses, and close clients whose address no longer exists."""
         peers = dict[str, PeerClient]()
         for target, current in resolved.items():
             host = target.rpartition(":")[0]
@@ -522,7 +527,7 @@ def _standing(peers: Sequence[PeerState]) -> dict[str, bool]:
 
 
 def _resolve(target: str) -> set[str] | None:
-    """Resolve a target to its addresses, or return None if the name server does not answer."""
+    """Resolve a target to its addresses, or return None if the DNS server does not answer."""
     host, _, port = target.rpartition(":")
     if is_ip(host):
         return {target}

@@ -1,4 +1,4 @@
-"""The outcome of a call for each of its blocks. A miss is a result, not an exception."""
+"""Per-block results of calls to the store and its tiers. A miss is a result, not an exception."""
 
 import enum
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ HOST = "host"
 
 
 class Status(enum.StrEnum):
-    """The outcome for one block."""
+    """What happened to one block."""
 
     STORED = "stored"
     EXISTS = "exists"
@@ -17,16 +17,16 @@ class Status(enum.StrEnum):
     MISS = "miss"
     """None of the queried tiers has the block."""
     FULL = "full"
-    """No slot is free, because no block can be evicted at present."""
+    """No slot is free, and no block can currently be evicted."""
     BUSY = "busy"
-    """Another writer has the block, or the tier's queue is full. Nothing was done."""
+    """Nothing was done. Another client is writing the block, or the tier's queue is full."""
     CORRUPT = "corrupt"
-    """The checksum of the bytes read is wrong. The block was dropped."""
+    """The checksum of the data read is wrong. The block was dropped."""
     STALE = "stale"
-    """The reservation or pin has already ended."""
+    """The reservation or pin has already been released."""
     TIMEOUT = "timeout"
     UNAVAILABLE = "unavailable"
-    """The tier failed too often, and its circuit breaker is open."""
+    """The tier is closed or unreachable, or failed so often that its circuit breaker is open."""
     ERROR = "error"
 
 
@@ -36,15 +36,15 @@ _REFUSALS = {Status.FULL, Status.BUSY, Status.TIMEOUT, Status.UNAVAILABLE}
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome for one block, with the tier that it refers to."""
+    """The status of one block after a call, and the tier that the status refers to."""
 
     status: Status
     tier: str = ""
-    """Name of the tier that has or had the block, or "" for no tier."""
+    """Name of the tier that has or had the block, or "" if there is none."""
     num_bytes: int = 0
     """Number of bytes that were copied."""
     error: str = ""
-    """Human-readable line about the failure, or "" if there was none."""
+    """One-line description of the failure, or "" if there was none."""
 
     @property
     def is_usable(self) -> bool:
@@ -53,7 +53,7 @@ class Result:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the tier accepts nothing at present and would refuse other blocks, too."""
+        """Whether the tier currently accepts no requests, so that other blocks would fail, too."""
         return self.status in _REFUSALS
 
 

@@ -1,8 +1,9 @@
-"""`KVStoreService` for a store: peers read from its host memory and copy blocks into it.
+"""`KVStoreService`, with which peers read blocks from a store's host memory and copy blocks to it.
 
 A peer holds slots only under a lease of `PeerLeases`. Leases expire, so that the slots of a peer
-that dies or hangs are freed. The lease is checked again before each chunk, on the same thread that
-ends leases. No chunk is therefore read from or written to a slot that now holds another block.
+that dies or hangs are freed. Before each chunk, the lease is rechecked on the thread that also ends
+leases. A chunk is therefore never read from or written to a slot that has been given to another
+block.
 """
 
 import asyncio
@@ -42,13 +43,13 @@ _ROOMS = {
     Status.BUSY: pb.ROOM_BUSY,
 }
 _TIMER_SLACK_S = 0.01
-"""Seconds that a timer waits beyond the end of a lease, because clocks are rounded."""
+"""Seconds that a timer waits past the end of a lease, to allow for clock rounding."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Served(NamedTuple):
-    """The store whose blocks peers read and write."""
+    """The store that peers currently read from and write to."""
 
     store: Store
     namespace: bytes
@@ -57,24 +58,24 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """Counters of the blocks that peers have read and written, and of the slots that peers hold."""
+    """How many blocks peers have read and written, and how many slots and leases they hold."""
 
     read_blocks: int
-    """Number of blocks that were sent completely."""
+    """Number of blocks that were sent in full."""
     read_bytes: int
     written_blocks: int
-    """Number of received blocks that were verified and can be read."""
+    """Number of blocks that were received, verified and made readable."""
     written_bytes: int
-    """Number of bytes received, including those of dropped blocks."""
+    """Number of bytes received, including those of blocks that were dropped."""
     leases: int
     held_slots: int
     expired_leases: int
-    """Number of leases that expired before their peer ended them."""
+    """Number of leases that expired before the peer ended them."""
 
 
 @dataclass(slots=True)
 class NewBlock:
-    """A reserved slot that is being filled sequentially from its first byte."""
+    """A block that is being written sequentially to its reserved slot."""
 
     key: bytes
     parent: bytes | None
@@ -84,7 +85,7 @@ class NewBlock:
 
 @dataclass(slots=True, eq=False)
 class PeerLease:
-    """The slots of one peer: pinned blocks by key, and new blocks by index in the request."""
+    """A lease of one peer, with its pinned blocks by key and new blocks by index in the request."""
 
     number: int
     peer: str
@@ -99,7 +100,7 @@ class PeerLease:
 
 
 class PeerLeases:
-    """All leases of peers. Only the counters may be read from other threads."""
+    """All peers' leases. Threads other than the event loop's may only read the counters."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -111,7 +112,7 @@ class PeerLeases:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that peers hold."""
+        """Number of slots that all peers together hold."""
         return sum(each.num_slots for each in list(self._open.values()))
 
     def open(self, store: Store, peer: str, ttl_s: float) -> PeerLease:
@@ -136,7 +137,7 @@ class PeerLeases:
         return opened
 
     def room(self, index: SlotIndex, peer: str) -> int:
-        """Return how many more slots the peer may take."""
+        """Return how many more slots the peer may hold."""
         share = max(1, index.num_slots // PEER_SHARE)
         own = sum(each.num_slots for each in self._open.values() if each.peer == peer)
         return max(0, min(share - own, 2 * share - self.num_slots))
@@ -145,7 +146,7 @@ class PeerLeases:
         """Return an open lease.
 
         Raises:
-            ServiceError: the lease has ended, or never existed.
+            ServiceError: the lease has ended or never existed.
         """
         held = self._open.get(number)
         if held is None or held.lease.is_over:
@@ -172,7 +173,7 @@ class PeerLeases:
 def _aborts(
     method: Callable[[Any, Any, Context], Awaitable[Any]],
 ) -> Callable[[Any, Any, Context], Awaitable[Any]]:
-    """Convert ServiceErrors of a unary-response method into the RPC's status."""
+    """Decorate a unary-response method so that a ServiceError aborts the RPC with its status."""
 
     @functools.wraps(method)
     async def respond(self: Any, request: Any, context: Context) -> Any:
@@ -185,13 +186,13 @@ def _aborts(
 
 
 class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
-    """The KV store service of one process. All of its RPCs run on one event loop."""
+    """The KV store service of one process. All RPCs run on a single event loop."""
 
     def __init__(self, served: Callable[[], Served | None]) -> None:
-        """Serve the store that `served` returns, or no store while `served` returns None."""
+        """Serve the store that `served` returns, or refuse requests while it returns None."""
         self._served = served
         self.instance = uuid.uuid4().hex
-        """Identity of this process among its peers."""
+        """Unique id with which peers identify this process."""
         self.leases = PeerLeases()
         self._read_blocks = 0
         self._read_bytes = 0
@@ -199,7 +200,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         self._written_bytes = 0
 
     def stats(self) -> PeerTraffic:
-        """Return the traffic counters since the start."""
+        """Return the traffic since the process started, and the leases that are currently open."""
         return PeerTraffic(
             read_blocks=self._read_blocks,
             read_bytes=self._read_bytes,
@@ -372,10 +373,10 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
     # both ----------------------------------------------------------------------------------------
 
     def _store(self, geometry: pb.Geometry) -> Store:
-        """Return the served store, after checking that it matches the peer's request.
+        """Return the served store after checking that it is compatible with the peer's.
 
         Raises:
-            ServiceError: there is no store, or its blocks differ from the peer's in geometry.
+            ServiceError: there is no store, or its namespace or block size differs from the peer's.
         """
         served = self._served()
         if served is None:
@@ -407,7 +408,8 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
     def _find(self, number: int) -> PeerLease:
         """Return an open lease of the current store.
 
-        A lease of an earlier store is ended, because that store used the same memory.
+        If the lease belongs to an earlier store, it is ended, because both stores use the same
+        memory.
 
         Raises:
             ServiceError: there is no such lease.
@@ -424,9 +426,9 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return self.leases.open(store, address, _ttl_s(lease_ms))
 
     def _grant(self, held: PeerLease, lease_ms: int) -> tuple[int, int]:
-        """Return the id of a lease and its duration in milliseconds.
+        """Schedule the end of a lease, and return its id and its duration in milliseconds.
 
-        If the lease has no slots, end the lease and return zeros.
+        If the lease has no slots, end it immediately and return zeros.
         """
         if not held.num_slots:
             self.leases.end(held.number)

@@ -1,8 +1,8 @@
 """The KV store, which keeps blocks in host memory and copies of them in lower tiers.
 
 Blocks are written to host memory first. Blocks that are likely to be read again are copied to lower
-tiers in the background (`write_through`). Eviction only drops a block and never copies it. Blocks
-that only a lower tier has are fetched to host memory before they are read (`fetch`).
+tiers in the background (see `write_through`). Eviction drops blocks without copying them. Blocks
+that only a lower tier has are fetched into host memory before they are read (see `fetch`).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ullage_kv.tier import BusyTime, LowerTier, TierCounter, TierStats
 from ullage_kv.write_through import WriteThrough
 
 DEADLINE_S = 5.0
-"""Default number of seconds after which a block that is being fetched counts as a miss."""
+"""Default deadline for fetching a block, in seconds. After that, the block counts as a miss."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -33,16 +33,16 @@ class Block(NamedTuple):
 
     key: bytes
     parent: bytes | None = None
-    """Key of the previous block of the chain, or None if unknown or if this block is the first."""
+    """Key of the previous block in the chain, or None if unknown or if this block is the first."""
     is_kept: bool = False
-    """Whether to copy the block to lower tiers at once, because it will be read again.
+    """Whether to copy the block to lower tiers immediately, because it will be read again.
 
-    Other blocks are copied to lower tiers at their second use.
+    Other blocks are copied to lower tiers on their second use.
     """
 
 
 class Store:
-    """Content-addressed blocks of one namespace and one size. Thread-safe."""
+    """Stores content-addressed blocks of equal size from one namespace. Thread-safe."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class Store:
             buffers: objects with the buffer protocol or DLPack, contiguous, on the CPU.
 
         Returns:
-            For each block, STORED, EXISTS, or the reason why the block is not stored.
+            For each block, STORED, EXISTS, or the reason why it was not stored.
 
         Raises:
-            ValueError: a buffer has the wrong size, or the numbers of buffers and blocks differ.
+            ValueError: a buffer has the wrong size, or there are not as many buffers as blocks.
         """
         views = [self._bytes_of(each) for each in buffers]
         wanted = [each if isinstance(each, Block) else Block(each) for each in blocks]
@@ -113,7 +113,7 @@ class Store:
     ) -> list[Result]:
         """Copy blocks to writable buffers, each `block_bytes` long.
 
-        The call waits for lower tiers, at most `deadline_s` seconds.
+        The call waits for lower tiers for at most `deadline_s` seconds.
 
         Returns:
             For each block, HIT with the tier that had it, or the reason why it was not copied.
@@ -142,7 +142,7 @@ class Store:
         refs: list[SlotRef | None],
         deadline_s: float,
     ) -> list[Result]:
-        """Copy blocks from pinned slots, and fetch and pin the blocks that are not pinned yet."""
+        """Copy blocks from pinned slots, first fetching and pinning those not pinned yet."""
         fetch = BlockFetch(self._loader, keys, self._clock() + deadline_s)
         fetching = []
         if None in refs:
@@ -175,7 +175,7 @@ class Store:
         *,
         is_put: bool = False,
     ) -> None:
-        """Copy blocks between callers' buffers and slots."""
+        """Copy blocks from buffers to slots if `is_put`, otherwise from slots to buffers."""
         memory = np.frombuffer(self.arena.memory, np.uint8)
         starts = [None if ref is None else ref.slot * self.arena.slot_bytes for ref in refs]
         slots = [None if at is None else memory[at : at + self.block_bytes] for at in starts]
@@ -187,10 +187,10 @@ class Store:
                     np.copyto(slot, view) if is_put else np.copyto(view, slot)
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
-        """Query the lower tiers for the blocks that they have, unless this is already known.
+        """Find out which of the blocks the lower tiers have, unless this is already known.
 
-        `contains`, `lookup_prefix` and `fetch` use the answers once the returned future is done.
-        The future takes at most a fraction of a deadline.
+        `contains`, `lookup_prefix` and `fetch` can use the answers once the returned future
+        completes, which takes at most a fraction of a load's deadline.
         """
         if not self._tiers:
             return done(None)
@@ -202,7 +202,7 @@ class Store:
         return all_done([tier.look(missing) for tier in self._tiers])
 
     def contains(self, keys: Sequence[bytes]) -> list[str]:
-        """Return the name of the highest tier known to have each block, or "" if none has it.
+        """Return the name of the fastest tier known to have each block, or "" if none has it.
 
         The call does not block.
         """
@@ -215,13 +215,13 @@ class Store:
         return names
 
     def lookup_prefix(self, keys: Sequence[bytes]) -> list[str]:
-        """Return the tier of each block in the longest prefix of blocks that tiers have."""
+        """Return the tier of each block in the longest prefix in which every block is stored."""
         names = self.contains(keys)
         return names[: names.index("")] if "" in names else names
 
     @contextlib.contextmanager
     def pin(self, keys: Sequence[bytes]) -> Iterator[list[memoryview | None]]:
-        """Pin blocks in host memory while the body of a with statement reads them in place.
+        """Pin blocks in host memory so that the body of a with statement can read them in place.
 
         Yields:
             The memory of each block, or None if the block is not in host memory.
@@ -237,9 +237,9 @@ class Store:
             lease.close()
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of chains from all tiers.
+        """Drop all blocks in the given chains from all tiers.
 
-        Blocks that are being written are dropped when they are committed.
+        Blocks that are being written are dropped on commit.
 
         Args:
             chains: the first `CHAIN_BYTES` of each chain's keys, or None for all blocks.
@@ -249,12 +249,12 @@ class Store:
             tier.remove_chains(chains)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each block of a chain. Copy blocks to lower tiers at the second use."""
+        """Count one use of each block in a chain, copying it to lower tiers on its second use."""
         self.index.touch(keys)
         self._write_through.copy(keys)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Drop blocks from all tiers, for example because their bytes may be damaged."""
+        """Drop blocks from all tiers, for example because their contents may be damaged."""
         removed = list(keys)
         for key in removed:
             self.index.remove(key)
@@ -264,16 +264,16 @@ class Store:
     def fetch(
         self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S
     ) -> "Future[list[Result]]":
-        """Start to fetch blocks that only lower tiers have into host memory.
+        """Start fetching blocks that only lower tiers have into host memory.
 
-        A block that another call is already fetching is not loaded twice. This call waits for that
-        load, and the load continues even if this call reaches its deadline. Many blocks are fetched
-        in parts: the first parts start at once, and each later part starts when an earlier part has
-        ended. If every block of a part is refused because a tier is full, busy or silent, all later
-        blocks get the same result.
+        A block that another call is already fetching is not loaded twice. Instead, this call waits
+        for that load, which continues even if this call reaches its deadline. Long lists of blocks
+        are split into parts. The first parts start immediately, and each later part starts when an
+        earlier one has finished. If a tier refuses every block in a part because it is full, busy
+        or unresponsive, all later blocks get the same result.
 
         Returns:
-            A future that is done within `deadline_s` seconds. For each block, its result is HIT
+            A future that completes within `deadline_s` seconds. For each block, its result is HIT
             with the tier that had the block, or the reason why the block is not in host memory.
         """
         return BlockFetch(self._loader, keys, self._clock() + deadline_s).run()
@@ -281,7 +281,7 @@ class Store:
     # for those that write and read slots themselves ----------------------------------------------
 
     def offer(self, lease: Lease, blocks: Sequence[Block]) -> list[SlotRef | None]:
-        """Reserve a slot for each block that is not stored, for the lease holder to write.
+        """Reserve a slot for each block that is not stored yet, for the lease holder to write to.
 
         Returns:
             The slot of each block, or None if the block is already stored or no slot is free.
@@ -294,7 +294,7 @@ class Store:
     def committed(
         self, lease: Lease, refs: Sequence[SlotRef], blocks: Sequence[Block]
     ) -> list[Result]:
-        """Make blocks in reserved slots readable, and copy blocks with `is_kept` to lower tiers."""
+        """Make blocks in reserved slots readable, and copy those with `is_kept` to lower tiers."""
         results = [self._commit(lease, ref) for ref in refs]
         self._counter.saved(results)
         self._copy_down_if(blocks, [each.status is Status.STORED for each in results])
@@ -305,7 +305,7 @@ class Store:
         return self._stored if status is Status.STORED else Result(status, HOST)
 
     def was_read(self, results: Sequence[Result]) -> None:
-        """Count the reads that a lease holder has made directly from slots."""
+        """Record blocks that a lease holder has read directly from slots."""
         self._counter.loaded(results)
 
     def stats(self) -> list[TierStats]:
@@ -324,11 +324,11 @@ class Store:
 
     @property
     def num_pending(self) -> int:
-        """Number of blocks that lower tiers are loading to host memory."""
+        """Number of blocks that lower tiers are currently loading into host memory."""
         return self._loader.num_pending
 
     def check_integrity(self, leases: Sequence[Lease]) -> None:
-        """Assert that only these leases and the store itself have reserved or pinned slots."""
+        """Assert that all reserved and pinned slots belong to these leases or to the store."""
         self.index.check_integrity([self._own, *leases])
 
     def close(self) -> None:
@@ -339,7 +339,7 @@ class Store:
         self._own.close()
 
     def _copy_down_if(self, blocks: Sequence[Block], in_host: Sequence[bool]) -> None:
-        """Copy blocks from host memory to lower tiers if they are kept or used often enough."""
+        """Copy blocks in host memory to lower tiers if they are kept or used often enough."""
         for is_kept in (False, True):
             chosen = [
                 block.key

@@ -1,4 +1,4 @@
-"""The protocol of a tier below host memory, its counters, and its circuit breaker."""
+"""The interface of tiers below host memory, with counters and a circuit breaker for them."""
 
 import threading
 import time
@@ -13,9 +13,9 @@ from ullage_kv.results import Result, Status
 MAX_FAILURES = 3
 """Number of consecutive failures that open the circuit breaker of a tier or a peer."""
 PAUSE_S = 1.0
-"""Initial pause in seconds, during which an open circuit breaker rejects all calls."""
+"""Initial time in seconds for which an open circuit breaker rejects all calls."""
 MAX_PAUSE_S = 60.0
-"""Maximum pause in seconds, during which an open circuit breaker rejects all calls."""
+"""Maximum time in seconds for which an open circuit breaker rejects all calls."""
 
 
 class Transfer(NamedTuple):
@@ -25,63 +25,66 @@ class Transfer(NamedTuple):
     memory: memoryview
     """Writable memory of the block's size, valid until the transfer has its result."""
     parent: bytes | None = None
-    """Key of the previous block of the chain, or None if unknown."""
+    """Key of the previous block in the chain, or None if unknown."""
 
 
 class LowerTier(Protocol):
     """A tier below host memory.
 
-    Calls return at once, and the tier's threads do the work. Several threads may call a tier.
-    Errors are returned as results and never raised. Loaded blocks are verified.
+    Calls return immediately, and the tier's threads do the work. Tiers are thread-safe. Errors are
+    returned as results and never raised. Loaded blocks are verified.
     """
 
     @property
     def name(self) -> str: ...
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
-        """Find out which blocks this tier stores, so that `holds` can answer.
+        """Find out which of the blocks this tier stores, so that `holds` can answer.
 
-        The returned future is done at once if the answer is already known. The future takes at most
-        a fraction of a deadline, and never fails.
+        The returned future is already complete if the answer is known. Otherwise it completes
+        within a fraction of a load's deadline. It never fails.
         """
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether this tier is known to store each block, without waiting."""
+        """Return whether this tier is known to store each block, without blocking."""
 
     def wants(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether this tier should store a copy of each block, without waiting."""
+        """Return whether this tier wants a copy of each block, without blocking."""
 
     def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
         """Copy blocks to memory.
 
         Returns:
-            A future of one result per block, done within `deadline_s` seconds. After any result
-            except HIT, the content of the memory is undefined. The tier does not write to a block's
-            memory after its result is set.
+            A future with one result per block, which completes within `deadline_s` seconds. Unless
+            the result is HIT, the contents of the memory are undefined. The tier does not write to
+            a block's memory after its result is set.
         """
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        """Store copies of blocks. The result is BUSY if too many blocks already wait."""
+        """Store copies of blocks. The result is BUSY if too many blocks are already waiting."""
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks that must not be read again."""
+        """Drop blocks, which must never be read again."""
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of chains, given by the `CHAIN_BYTES` prefix of keys (None for all)."""
+        """Drop all blocks of the given chains, or all blocks if None.
+
+        A chain is given by the first `CHAIN_BYTES` bytes of its keys.
+        """
 
     def stats(self) -> "TierStats": ...
 
     def close(self) -> None:
-        """End all transfers and wait for their threads. Later calls return UNAVAILABLE."""
+        """End all transfers and join the threads. Later calls return UNAVAILABLE."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """The contents of a tier, and its counters since it was opened."""
+    """How full a tier is, and what it has counted since it was opened."""
 
     name: str
     backend: str
-    """How the tier transfers bytes, such as `threads, O_DIRECT`."""
+    """How the tier transfers data, such as `threads, O_DIRECT`."""
     capacity_bytes: int = 0
     used_bytes: int = 0
     num_blocks: int = 0
@@ -96,7 +99,7 @@ class TierStats:
     written_bytes: int = 0
     written_seconds: float = 0.0
     queued: int = 0
-    """Number of transfers that wait or run."""
+    """Number of transfers that are waiting or running."""
     failures: dict[str, int] = field(default_factory=dict)
     """Number of failures by status. Hits, misses and stored blocks are not failures."""
 
@@ -130,7 +133,7 @@ class BusyTime:
 
 
 class TierCounter:
-    """Counts results and bytes of one tier. Thread-safe."""
+    """Counts the results and transferred bytes of one tier. Thread-safe."""
 
     def __init__(self) -> None:
         self.reading = BusyTime()
@@ -172,7 +175,7 @@ class TierCounter:
         evictions: int = 0,
         queued: int = 0,
     ) -> TierStats:
-        """Return the counters and the contents of the tier."""
+        """Combine the counters with information about the tier's contents."""
         with self._lock:
             return TierStats(
                 name=name,
@@ -193,15 +196,14 @@ class TierCounter:
 
 
 class CircuitBreaker:
-    """A circuit breaker, which stops all calls except probes to a tier or peer that keeps failing.
+    """Stops all calls, except occasional probes, to a tier or peer that keeps failing.
 
         closed ──failures in a row──► open ──pause over──► half-open, one probe ──success──► closed
                                        ▲                        │
                                        └──── failure, twice the pause
 
-    Every call to a file system or peer that does not answer takes its full deadline. With a
-    breaker, only the first few callers wait that long, and after that one caller per pause.
-    Thread-safe.
+    Every call to an unresponsive file system or peer takes its full deadline. With a breaker, only
+    the first few callers wait that long, and after that only one caller per pause. Thread-safe.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class CircuitBreaker:
         Args:
             clock: returns the time in seconds.
             max_failures: number of consecutive failures that open the breaker.
-            pause_s: first pause in seconds. Every failed probe doubles the pause.
+            pause_s: initial pause in seconds. Every failed probe doubles the pause.
             max_pause_s: longest pause in seconds.
         """
         self._clock = clock
@@ -231,24 +233,24 @@ class CircuitBreaker:
         """Time at which the pause ends, or None while the breaker is closed."""
         self._is_probing = False
         self.openings = 0
-        """Number of times that the breaker opened."""
+        """Number of times the breaker has opened."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the breaker is open or half-open, so that at most a single probe is allowed."""
+        """Whether the breaker is open or half-open, so that at most one probe is allowed."""
         return self._until is not None
 
     @property
     def is_paused(self) -> bool:
-        """Whether no call is allowed now. Reading this does not make the caller the probe."""
+        """Whether calls are currently rejected. Unlike `allows`, this never starts a probe."""
         until = self._until
         return until is not None and self._clock() < until
 
     def allows(self) -> bool:
         """Return whether the caller may make a call now.
 
-        After a pause, one caller may make a call as the probe. If the probe reports neither success
-        nor failure for another pause, another caller may become the probe.
+        After a pause, a single caller is allowed to make a call as a probe. If this call reports
+        neither success nor failure within another pause, the next caller may probe.
         """
         with self._lock:
             if self._until is None:
@@ -261,7 +263,7 @@ class CircuitBreaker:
             return True
 
     def succeeded(self) -> None:
-        """Close the breaker after any success, of a probe or of an earlier call."""
+        """Record a success of any call, which closes the breaker."""
         with self._lock:
             self._failures = 0
             self._pause_s = self._first_pause_s
@@ -269,10 +271,10 @@ class CircuitBreaker:
             self._is_probing = False
 
     def failed(self) -> bool:
-        """Count a failure, and return whether this failure has opened the breaker.
+        """Record a failed call, and return whether it opened the breaker.
 
-        While the breaker is open, only a failure of its probe counts. Calls that began before the
-        breaker opened may fail, too, but those failures are ignored.
+        While the breaker is open, only the failure of a probe counts. Failures of calls that
+        started before the breaker opened are ignored.
         """
         with self._lock:
             if self._until is not None and not self._is_probing:

@@ -12,17 +12,17 @@ from ullage_kv.results import Result
 from ullage_kv.tier import LowerTier, Transfer
 
 _MIN_USES = 2
-"""Number of uses after which a block is copied to lower tiers, unless it is kept.
+"""Number of uses after which an ordinary block is copied to lower tiers.
 
-Kept blocks are copied at their first use.
+Blocks that are marked as kept are copied on their first use.
 """
 
 _PART_BYTES = 16 << 20
-"""Maximum bytes of blocks per save call to a lower tier. Blocks stay pinned during the call."""
+"""Maximum bytes per save call to a lower tier. The call's blocks stay pinned until it completes."""
 
 
 class WriteThrough:
-    """Copies blocks from host memory to lower tiers, in the background. Thread-safe."""
+    """Copies blocks from host memory to lower tiers in the background. Thread-safe."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class WriteThrough:
             arena: the memory of the host tier.
             block_bytes: bytes per block.
             index: the blocks in host memory.
-            lease: lease under which blocks are pinned until every tier has its copy.
+            lease: lease under which blocks are pinned while they are being copied.
             tiers: tiers below host memory, the fastest first.
         """
         self._arena = arena
@@ -49,7 +49,7 @@ class WriteThrough:
         self._part_blocks = max(1, min(PART_BLOCKS, _PART_BYTES // block_bytes))
 
     def copy(self, keys: Sequence[bytes], *, are_kept: bool = False) -> None:
-        """Start to copy the blocks that have been used often enough or must be kept."""
+        """Start copying the blocks that have been used often enough, or all if `are_kept`."""
         if not self._tiers:
             return
 
@@ -60,7 +60,7 @@ class WriteThrough:
             run(self._copy_each(tier, chosen))
 
     def _copy_each(self, tier: LowerTier, keys: Sequence[bytes]) -> Steps:
-        """Copy one part after another to a tier, until the tier accepts no more."""
+        """Copy blocks to a tier, a limited number at a time, until the tier accepts no more."""
         for part in parts_of(len(keys), self._part_blocks):
             saving = self._save(tier, keys[part.start : part.stop])
             if saving is None:
@@ -70,7 +70,7 @@ class WriteThrough:
                 return
 
     def _save(self, tier: LowerTier, keys: Sequence[bytes]) -> "Future[list[Result]] | None":
-        """Start to save the blocks that a tier wants, or return None if the tier wants none."""
+        """Start saving those blocks that a tier wants. Return None if it wants none of them."""
         wanted = itertools.compress(keys, tier.wants(keys))
         pinned = [(key, ref) for key in wanted if (ref := self._lease.pin(key)) is not None]
         if not pinned:

@@ -1,4 +1,4 @@
-"""Bookkeeping of the KV pool: which blocks are free, and each block's reference count."""
+"""The KV block pool, which tracks free blocks and each block's reference count."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ _END = -1
 
 
 class PoolExhaustedError(Exception):
-    """More blocks were requested than are free, because the caller did not check `num_free`."""
+    """The caller requested more blocks than are free, without checking `num_free` first."""
 
 
 class BlockPool:
@@ -15,8 +15,8 @@ class BlockPool:
 
     Allocating and freeing a block is O(1). Free blocks form a doubly linked list threaded through
     two arrays, so taking a block from the middle of the list costs the same as taking the first.
-    That makes consecutive runs cheap: the block after a sequence's last block is preferred whenever
-    it is free.
+    This makes it cheap to give a sequence consecutive blocks: the pool prefers the block that
+    follows the sequence's last block whenever it is free.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
@@ -30,14 +30,14 @@ class BlockPool:
         self.num_free = num_blocks
 
     def ref_count(self, block: int) -> int:
-        """Return the number of holders of the block, or 0 if the block is free."""
+        """Return the number of references to the block, or 0 if the block is free."""
         return self._ref_counts[block]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Allocate `count` blocks, consecutive to `after` and to one another where possible.
+        """Allocate `count` blocks, if possible consecutive ones that directly follow `after`.
 
         Raises:
-            PoolExhaustedError: if fewer blocks are free. No block is allocated in this case.
+            PoolExhaustedError: if too few blocks are free. No block is allocated in this case.
         """
         if count > self.num_free:
             raise PoolExhaustedError(f"{count} KV blocks requested, {self.num_free} free")
@@ -56,7 +56,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference to each block. Blocks without references become free."""
+        """Drop one reference to each block. Blocks with no references left become free."""
         for block in block_ids:
             assert self._ref_counts[block] > 0, f"block {block} is free already"
             self._ref_counts[block] -= 1
@@ -64,7 +64,7 @@ class BlockPool:
                 self._put(block)
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert that `tables` hold exactly the allocated blocks, and the free list the others."""
+        """Assert that `tables` account for all references, and all other blocks are free."""
         held = Counter(block for table in tables for block in table)
         for block, ref_count in enumerate(self._ref_counts):
             assert held[block] == ref_count, f"block {block}: {held[block]} held, {ref_count}"

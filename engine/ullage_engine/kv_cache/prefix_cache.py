@@ -1,8 +1,8 @@
-"""The prefix cache: which KV blocks are in use, kept for reuse, or free.
+"""The prefix cache, which tracks whether KV blocks are in use, kept for reuse, or free.
 
 Sequences allocate blocks here and release them. A full block stays cached by content after its
-sequence has ended, and a session's blocks are pinned between its turns. `radix_tree` finds cached
-blocks by their tokens and chooses which block to evict next.
+sequence has finished, and a session's blocks are pinned between its turns. `radix_tree` finds
+cached blocks by their tokens and chooses which block to evict next.
 """
 
 import time
@@ -27,15 +27,15 @@ class _Session:
     last_used: int
     """Logical clock tick of the session's last use of its blocks."""
     num_windows: int
-    """Number of blocks at the end of the path whose window blocks are also pinned."""
+    """Number of blocks at the end of `path` whose sliding-window blocks are also pinned."""
 
 
 class Sessions:
-    """Pins the cached prefix of each session until the session idles too long or memory is needed.
+    """Pins each session's cached prefix until the session expires or its memory is needed.
 
-    In both cases the least recently used session ends first. Pinned blocks count as reclaimable,
-    because ending their sessions frees them. Blocks of an ended idle session are evicted before all
-    blocks that were used since.
+    A session expires if it is idle for too long. Memory is reclaimed from the least recently used
+    session first. Pinned blocks count as reclaimable, because ending their sessions unpins them.
+    Blocks of an expired session are evicted before all other blocks, unless they were used again.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class Sessions:
         return len(self._sessions)
 
     def keep(self, session_id: str, path: list[int], last_used: int) -> None:
-        """Pin the first blocks of a cached path, replacing the session's earlier pins.
+        """Pin the first blocks of a cached prefix, replacing the session's earlier pins.
 
-        `last_used` is the tick at which the session freed the path.
+        `path` lists the prefix's blocks in order, and only as many as the limit per session allows
+        are pinned. `last_used` is the logical clock tick at which the session released the blocks.
         """
         path = path[: self._max_blocks]
         num_windows = len(self._tree.window_blocks(path))
@@ -69,24 +70,24 @@ class Sessions:
             self.end_oldest()
 
     def use(self, session_id: str) -> None:
-        """Record that the session's next turn has begun."""
+        """Restart the session's idle timer, because its next turn has begun."""
         session = self._sessions.pop(session_id, None)
         if session:
             self._sessions[session_id] = replace(session, used_at=self._clock())
 
     def end_idle(self) -> None:
-        """End sessions that have been idle for longer than the idle time."""
+        """End sessions that have been idle for at least the configured idle time."""
         latest = self._clock() - self._idle_s
         while self._sessions and next(iter(self._sessions.values())).used_at <= latest:
             self._end(next(iter(self._sessions)), is_idle=True)
 
     def end_branch(self, block: int) -> None:
-        """End the sessions whose conversations begin with the cached block."""
+        """End the sessions whose conversations begin with this cached block."""
         for session_id in [key for key, each in self._sessions.items() if each.path[0] == block]:
             self._end(session_id)
 
     def end_oldest(self) -> bool:
-        """End the least recently used session. Return False if there is no session."""
+        """End the least recently used session. Return False if there are no sessions."""
         if not self._sessions:
             return False
         self._end(next(iter(self._sessions)))
@@ -105,34 +106,34 @@ class Sessions:
 
 @dataclass(frozen=True, slots=True)
 class KvPolicy:
-    """Limits on the KV that is kept while no running sequence uses it."""
+    """Limits on the KV cache contents that are kept while no running sequence uses them."""
 
     prefix_cache: bool = True
-    """Whether full blocks are kept for requests with the same prefix."""
+    """Whether full blocks are kept so that requests with the same prefix can reuse them."""
     session_blocks: int = 0
     """Maximum number of blocks pinned for one session."""
     session_idle: float = 300.0
     """Seconds after which an unused session ends."""
     host_slots: int = 0
-    """Number of host memory blocks for swapped sequences."""
+    """Number of host memory blocks that can hold swapped-out sequences."""
     swap_bytes_per_second: float = 4 << 30
-    """Total bandwidth of all ranks between device and host memory."""
+    """Bandwidth between device and host memory in bytes per second, summed over all ranks."""
     kv_space: bytes = b""
-    """Namespace of KV in tiers outside the device, or "" if there are no such tiers."""
+    """Namespace of the KV blocks in tiers outside the device, or b"" if there are no such tiers."""
     prefetch: bool = True
     """Whether KV from tiers may be copied to the device while a step runs.
 
     This is not possible with several ranks. No rank can tell when another rank has finished its
-    copies, so slots would be returned too soon.
+    copies, so host memory slots would be released while another rank still reads them.
     """
 
 
 class PrefixCache:
-    """Allocates reference-counted KV blocks and keeps full ones for reuse by common prefix.
+    """Allocates reference-counted KV blocks and keeps full ones so that later requests reuse them.
 
     The cache holds one reference to each block that it stores. Blocks that only the cache holds are
-    reclaimable: `allocate` evicts them when needed, so they count as available. A cached block is
-    never written again.
+    reclaimable: `allocate` evicts them when needed, so they count as available. Cached blocks are
+    read-only.
     """
 
     def __init__(
@@ -143,12 +144,12 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
         window_tokens: int = 0,
     ) -> None:
-        """Create a cache of free blocks.
+        """Create an empty cache whose blocks are all free.
 
         Args:
             num_blocks: number of blocks in the pool.
             block_tokens: tokens per block.
-            policy: limits on the KV that is kept for reuse.
+            policy: limits on what is kept for reuse.
             clock: returns the time in seconds.
             window_tokens: length of the sliding windows of layers that have separate blocks, or 0
                 if there are no such layers.
@@ -156,7 +157,7 @@ class PrefixCache:
         self._pool = BlockPool(num_blocks, block_tokens)
         self._tree = RadixTree(block_tokens, window_tokens)
         self._num_frees = 0
-        """Number of calls to `free`. Eviction orders block uses by this tick count."""
+        """Number of calls to `free`, used as the logical clock that orders evictions."""
         self.sessions = Sessions(self._tree, policy.session_blocks, policy.session_idle, clock)
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -178,7 +179,7 @@ class PrefixCache:
 
     @property
     def num_cached_used(self) -> int:
-        """Return the number of cached blocks that sequences hold. All of them are full."""
+        """Return the number of cached blocks that sequences are using. All of them are full."""
         return self._tree.num_blocks - self._tree.num_reclaimable
 
     @property
@@ -193,45 +194,50 @@ class PrefixCache:
         return block in self._tree
 
     def is_private(self, block: int) -> bool:
-        """Return whether one sequence holds the block and the cache does not."""
+        """Return whether exactly one sequence holds the block and the cache does not."""
         return self._pool.ref_count(block) == 1 and block not in self._tree
 
     def is_shared(self, block: int) -> bool:
-        """Return whether several sequences, or a sequence and the cache, hold the block.
+        """Return whether the block has several holders: sequences, or a sequence and the cache.
 
         A shared block must not be written.
         """
         return self._pool.ref_count(block) > 1
 
     def is_shared_at(self, table: list[int], index: int) -> bool:
-        """Return whether the table has a block at this index, and the block is shared."""
+        """Return whether the block table has a block at this index, and the block is shared."""
         return 0 <= index < len(table) and self.is_shared(table[index])
 
     def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
         """Find the cached blocks of the longest prefix of `token_ids`, excluding the last token.
 
-        A request finds only blocks of requests with the same cache salt. See `RadixTree.match` for
-        `path`.
+        A request can only match blocks of requests with the same cache salt. See `RadixTree.match`
+        for `path`.
         """
         return self._tree.match(token_ids, salt, path) if self.has_cache else []
 
     def window_blocks(self, hits: list[int]) -> list[int]:
-        """Return the window blocks that a sequence reads when it continues these cached blocks."""
+        """Return the sliding-window blocks that a sequence needs to continue after `hits`.
+
+        `hits` are the cached blocks of the sequence's beginning.
+        """
         return self._tree.window_blocks(hits)
 
     def first_window_block(self, position: int) -> int:
-        """Return the index of the first block that a window ending at this position covers."""
+        """Return the index of the first block that overlaps a window ending at this position."""
         return self._tree.first_window_block(position)
 
     def count_reclaimable(self, cached: Iterable[int]) -> int:
-        """Count the blocks among `cached` that no sequence holds."""
+        """Return how many of the `cached` blocks are held by no sequence."""
         return sum(self._tree.is_reclaimable(block) for block in cached)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Allocate `count` blocks, preferably after `after`, evicting cached blocks as needed.
+        """Allocate `count` blocks, evicting cached blocks if too few are free.
+
+        If possible, the blocks directly follow the block `after`.
 
         Raises:
-            PoolExhaustedError: if fewer blocks are available.
+            PoolExhaustedError: if too few blocks are available.
         """
         if count > self._pool.num_free:
             missing = min(count - self._pool.num_free, self._tree.num_reclaimable)
@@ -240,7 +246,7 @@ class PrefixCache:
         return self._pool.allocate(count, after)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block for one more sequence."""
+        """Add a reference to each block on behalf of one more sequence."""
         blocks = list(blocks)
         self._pool.share(blocks)
         for block in blocks:
@@ -248,7 +254,7 @@ class PrefixCache:
                 self._tree.set_in_use(block)
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drop a sequence's references. Cached blocks stay and become reclaimable."""
+        """Drop a sequence's references. Cached blocks are kept and become reclaimable."""
         blocks = list(blocks)
         self._num_frees += 1
         self._pool.free(blocks)
@@ -259,17 +265,19 @@ class PrefixCache:
                     self._tree.set_reclaimable(block)
 
     def keep_session(self, session_id: str, path: list[int]) -> None:
-        """Pin the cached `path`, which a request of the session has just freed."""
+        """Pin the cached blocks in `path`, which a request of the session has just released."""
         self.sessions.keep(session_id, path, self._num_frees)
 
     def insert(
         self, token_ids: list[int], table: list[int], first: int, end: int, salt: str = ""
     ) -> list[int]:
-        """Cache the full blocks `first` to `end` - 1 of a table whose earlier blocks are cached.
+        """Cache the full blocks at indices `first` to `end` - 1 of a block table.
+
+        All blocks before `first` must already be cached.
 
         Returns:
-            The same table, or a new one if the cache stores the same tokens in another block. The
-            new table contains the cached block, and the table's own block is freed.
+            The same table, or a copy if the cache already stores some of the tokens in other
+            blocks. The copy uses those cached blocks, and the table's duplicates are freed.
         """
         if not self.has_cache:
             return table
@@ -294,10 +302,10 @@ class PrefixCache:
         return merged
 
     def insert_windows(self, table: list[int], windows: list[int], first: int) -> None:
-        """Cache window blocks for the cached blocks of a table, from index `first` on.
+        """Cache the window blocks of a table's cached blocks, starting at index `first`.
 
-        If the cache already has a window block for the same tokens, that block replaces the entry
-        in `windows`.
+        If the cache already has a window block for the same tokens, that block replaces the one in
+        `windows`.
         """
         for index, own in enumerate(windows):
             if first + index >= len(table):
@@ -312,28 +320,31 @@ class PrefixCache:
                 windows[index] = kept
 
     def set_content_key(self, block: int, content_key: bytes) -> bool:
-        """Attach a content key to a cached block, see `RadixTree.set_content_key`."""
+        """Attach a content key to a cached block (see `RadixTree.set_content_key`)."""
         return self._tree.set_content_key(block, content_key)
 
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
-        """Return the content key of a cached block, see `RadixTree.content_key`."""
+        """Return the content key of a cached block (see `RadixTree.content_key`)."""
         return self._tree.content_key(block, is_window=is_window)
 
     def take_keys(self, path: list[int] | None) -> None:
-        """Remove the content keys in the subtree of the path's first block, or all if None."""
+        """Clear the content keys of the path's first block and all blocks below it.
+
+        If `path` is None, the content keys of all blocks are cleared.
+        """
         if path is None:
             self._tree.take_keys(None)
         elif path and path[0] in self._tree:
             self._tree.take_keys(path[0])
 
     def window_block(self, block: int) -> int | None:
-        """Return the window block of a cached block, or None if there is none."""
+        """Return the sliding-window block that belongs to a cached block, or None."""
         return self._tree.window_block(block)
 
     def evict_branch(self, path: list[int]) -> None:
-        """Evict the subtree under the path's first block, and end its sessions.
+        """Evict all blocks of texts that begin with the path's first block, and end their sessions.
 
-        Blocks in use leave the index but stay allocated.
+        Blocks in use stay allocated but can no longer be matched.
         """
         if path and path[0] in self._tree:
             self.sessions.end_branch(path[0])
@@ -345,7 +356,7 @@ class PrefixCache:
             self._pool.free([self._evict()])
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert that sequences with `tables` and the cache hold exactly the allocated blocks."""
+        """Assert that the block tables in `tables` and the cache account for all references."""
         present = [list(table) for table in tables]
         held = {block for table in present for block in table}
         cached = [block for block in range(self.num_blocks) if block in self._tree]
@@ -357,7 +368,7 @@ class PrefixCache:
             assert self._tree.is_reclaimable(block) == is_unused, f"block {block}: wrong state"
 
     def _evict(self) -> int:
-        """Evict one block. If all blocks are pinned, end the least recently used sessions first."""
+        """Evict one block, ending the least recently used sessions if all blocks are pinned."""
         while (block := self._tree.evict()) is None:
             was_ended = self.sessions.end_oldest()
             assert was_ended, "reclaimable blocks, and none of them evictable"

@@ -1,12 +1,12 @@
 """The radix tree that finds cached KV blocks by the tokens that they store.
 
-The path from the root to a block spells the tokens up to the block's end, and begins with the cache
-salt of the requests that may read it.
+The path from the root to a block spells out the cache salt and all tokens up to the end of the
+block. Only requests with the same salt may read the block.
 
 Layers with sliding windows have separate blocks. A cached block may have one of these blocks for
-the same tokens, called its window block. Window blocks that every window has moved past are
-reclaimable while their sequence continues. So a match can only end at a position whose preceding
-window is still cached.
+the same tokens, called its window block. Once every window has moved past a window block, it can be
+reclaimed even though its sequence is still running. A match must therefore end at a position where
+all blocks of the preceding window are still cached.
 """
 
 from collections import OrderedDict
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 _ROOT = -1
 
 _Key = tuple[str, tuple[int, ...]]
-"""Key of a block among its siblings: the cache salt (for a text's first block) and the tokens."""
+"""Key of a node among its siblings: its tokens and, only for a text's first block, the salt."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """One cached block, which is valid only as the continuation of all blocks above it."""
+    """One cached block, which is valid only after the blocks of all its ancestors."""
 
     parent: "_Node | None"
     key: _Key
@@ -29,7 +29,7 @@ class _Node:
     num_pins: int = 0
     is_reclaimable: bool = False
     is_idle: bool = False
-    """Whether the session that last used the block has ended because it was idle."""
+    """Whether the session that last used the block has expired."""
     last_used: int = 0
     """Logical clock tick of the block's last use."""
     window_block: int | None = None
@@ -41,15 +41,15 @@ class _Node:
 
 
 Path = list[_Node]
-"""Nodes of a path, starting below the root. Some nodes may have been evicted from the tree."""
+"""A path in the tree, without the root. Some of its nodes may have been evicted since."""
 
 
 class RadixTree:
-    """Maps token blocks to KV blocks and decides which cached block is evicted next.
+    """Finds KV blocks by their tokens, and decides which cached block is evicted next.
 
     A cached block is in use while a sequence holds it and reclaimable otherwise. A sequence that
-    holds a block holds all blocks above it, so the reclaimable blocks form whole subtrees and are
-    evicted from the leaves: leaves of idle sessions first, then the least recently used leaves.
+    holds a block also holds all its ancestors, so reclaimable blocks form whole subtrees. They are
+    evicted leaf by leaf: leaves of expired sessions first, then the least recently used leaves.
     Pinned blocks are never evicted. Every operation on one block is O(1).
     """
 
@@ -65,18 +65,18 @@ class RadixTree:
         self._root = _Node(None, ("", ()), _ROOT)
         self._by_block: dict[int, _Node] = {}
         self._by_window: dict[int, _Node] = {}
-        """Nodes by their window block."""
+        """Maps each window block to its node."""
 
         # Eviction queues, the least recently used first.
         self._evictable: OrderedDict[int, _Node] = OrderedDict()
         """Reclaimable, unpinned blocks without children, except the blocks in `_idle`."""
         self._idle: OrderedDict[int, _Node] = OrderedDict()
-        """Reclaimable, unpinned leaf blocks of ended idle sessions, which are evicted first."""
+        """Reclaimable, unpinned leaf blocks of expired sessions, which are evicted first."""
         self._evictable_windows: OrderedDict[int, _Node] = OrderedDict()
-        """Reclaimable, unpinned window blocks, the least recently used first."""
+        """Reclaimable, unpinned window blocks, least recently used first."""
 
         self.num_reclaimable = 0
-        """Number of blocks and window blocks that no sequence holds, including pinned blocks."""
+        """Number of blocks, including window blocks and pinned blocks, that no sequence holds."""
         self.num_pinned = 0
 
     @property
@@ -91,11 +91,11 @@ class RadixTree:
         return self._by_block[block].is_reclaimable if node is None else node.is_window_reclaimable
 
     def first_window_block(self, position: int) -> int:
-        """Return the index of the first block that a window ending at this position covers."""
+        """Return the index of the first block that overlaps a window ending at this position."""
         return max(0, position - self._window_tokens + 1) // self._block_tokens
 
     def window_blocks(self, path: list[int]) -> list[int]:
-        """Return the window blocks that a sequence reads when it continues a matched path."""
+        """Return the sliding-window blocks that a sequence needs to continue after `path`."""
         if not self._window_tokens:
             return []
         first = self.first_window_block(len(path) * self._block_tokens)
@@ -103,11 +103,11 @@ class RadixTree:
         return [block for block in window_blocks if block is not None]
 
     def window_block(self, block: int) -> int | None:
-        """Return the window block of a cached block, or None if there is none."""
+        """Return the sliding-window block that belongs to a cached block, or None."""
         return self._by_block[block].window_block
 
     def add_window(self, block: int, window_block: int) -> None:
-        """Attach a window block that is in use to the cached block that stores the same tokens."""
+        """Attach an in-use window block to the cached block that stores the same tokens."""
         node = self._by_block[block]
         assert node.window_block is None, "cached already"
         assert window_block not in self, "cached already"
@@ -117,8 +117,10 @@ class RadixTree:
     def set_content_key(self, block: int, content_key: bytes) -> bool:
         """Attach a content key to a cached block and its window block.
 
+        The key identifies copies of the block in tiers outside the device.
+
         Returns:
-            False if the block already had a content key.
+            Whether the block had no content key before.
         """
         node = self._by_block[block]
         is_new = node.content_key is None
@@ -128,29 +130,29 @@ class RadixTree:
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
         """Return the content key of a cached block or window block, or None if it has none.
 
-        A block has no key unless it is cached as a block of the requested kind.
+        With `is_window`, only window blocks are looked up. Otherwise only ordinary blocks are.
         """
         node = (self._by_window if is_window else self._by_block).get(block)
         return node.content_key if node else None
 
     def take_keys(self, block: int | None) -> None:
-        """Remove the content keys in the subtree of a text's first block, or all keys if None."""
+        """Clear the content keys of `block` and all blocks below it, or all keys if None."""
         branch = [self._root if block is None else self._by_block[block]]
         for node in branch:
             branch.extend(node.children.values())
             node.content_key = None
 
     def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
-        """Find the longest run of blocks that store a prefix of `token_ids` under a cache salt.
+        """Find the cached blocks of the longest prefix of `token_ids` under a cache salt.
 
-        The run ends before the last token, which is always computed because its logits are needed.
-        It ends at a position where the window blocks that are read next are cached.
+        The prefix excludes the last token, which is always computed because its logits are needed.
+        It ends at a position where all window blocks that are read next are cached.
 
         Args:
             token_ids: tokens of a text.
             salt: cache salt of the request.
-            path: result of the last match of this text and salt, which is updated. The tokens of
-                the path are not compared again.
+            path: nodes found by the last match of this text and salt, which are updated in place.
+                The tokens of these nodes are not compared again.
 
         Returns:
             The blocks in the order of their tokens.
@@ -168,7 +170,7 @@ class RadixTree:
         return blocks[: self._readable(nodes)] if self._window_tokens else blocks
 
     def _extend(self, nodes: Path, token_ids: list[int], salt: str) -> None:
-        """Append the cached nodes of the tokens that follow a path."""
+        """Extend a path with the cached nodes of the tokens that follow it."""
         size = self._block_tokens
         node = nodes[-1] if nodes else self._root
         for start in range(len(nodes) * size, (len(token_ids) - 1) // size * size, size):
@@ -180,7 +182,10 @@ class RadixTree:
             node = child
 
     def _readable(self, nodes: Path) -> int:
-        """Return the number of blocks in the longest prefix whose last window is cached."""
+        """Return the number of leading nodes after which a sequence can continue.
+
+        It is the largest number for which the window before the next token is fully cached.
+        """
         num_windows = length = 0
         for count, node in enumerate(nodes, start=1):
             num_windows = 0 if node.window_block is None else num_windows + 1
@@ -200,8 +205,8 @@ class RadixTree:
             salt: cache salt, used at the beginning of a text only.
 
         Returns:
-            The block that the tree keeps: `block`, now in use, or the block that already stored the
-            same tokens.
+            The block that the tree keeps: `block`, which counts as in use, or the block that
+            already stored the same tokens.
         """
         above = self._root if parent is None else self._by_block[parent]
         key = (salt if parent is None else "", tokens)
@@ -214,7 +219,7 @@ class RadixTree:
         return node.block
 
     def set_in_use(self, block: int) -> None:
-        """Mark a block as held by a sequence."""
+        """Mark a block as in use by a sequence."""
         if (node := self._by_window.get(block)) is not None:
             self.num_reclaimable -= node.is_window_reclaimable
             node.is_window_reclaimable = False
@@ -228,14 +233,14 @@ class RadixTree:
         node.is_idle = False
 
     def touch(self, block: int, tick: int) -> None:
-        """Record the tick of the block's last use, which determines the eviction order."""
+        """Record the logical clock tick of a block's last use, which sets the eviction order."""
         if (node := self._by_window.get(block)) is not None:
             node.window_last_used = tick
         else:
             self._by_block[block].last_used = tick
 
     def set_reclaimable(self, block: int) -> None:
-        """Mark a block as held by no sequence."""
+        """Mark a block as no longer used by any sequence."""
         if (node := self._by_window.get(block)) is not None:
             self.num_reclaimable += not node.is_window_reclaimable
             node.is_window_reclaimable = True
@@ -269,9 +274,9 @@ class RadixTree:
 
         Args:
             block: the pinned block.
-            idle_since: tick of the last use by the session that pinned the block, if the session
-                ends because it is idle. Unless the block was used since, it is evicted before
-                others.
+            idle_since: tick at which the session that pinned the block last used it, if the session
+                has expired. Unless another request has used the block since, it is evicted before
+                all other blocks.
             with_window: the value that was passed to `pin`.
         """
         node = self._by_block[block]
@@ -315,7 +320,7 @@ class RadixTree:
         return self._evict_leaf(leaf)
 
     def evict_branch(self, block: int) -> list[int]:
-        """Evict the subtree under a text's first block.
+        """Evict a text's first block and all blocks below it.
 
         Blocks that are in use or pinned stay cached, but `match` no longer finds them.
 

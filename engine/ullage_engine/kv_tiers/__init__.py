@@ -1,5 +1,6 @@
-"""The server's part of KV outside the device: the tiers, and a broker for the worker's queries.
+"""KV tiers outside the device, and the broker that gives workers access to them.
 
-This package owns the KV store and decides which blocks are loaded and which are computed. It may
-depend on messages and the KV store, but not on the scheduler or the engine's services.
+This package runs in the server process. It owns the KV store and decides which blocks are loaded
+and which are computed. It may depend on messages and the KV store, but not on the scheduler or the
+engine's services.
 """

@@ -1,9 +1,9 @@
-"""The broker, which answers a worker's queries about KV outside the device.
+"""The broker, which answers a worker's queries about KV blocks outside the device.
 
 The worker copies blocks between the device and slots of shared memory, which the broker grants. The
-worker's reservations and pins belong to one lease, which ends with the worker. When a request
-arrives, the broker loads its prefix from lower tiers into shared memory, if that is faster than
-computing it (`loads`).
+worker's reservations and pins belong to one lease, which ends when the worker exits. When a request
+arrives, the broker loads its prefix from lower tiers into shared memory if that is faster than
+computing it (see `loads`).
 """
 
 import logging
@@ -38,13 +38,13 @@ from ullage_kv.store import DEADLINE_S
 log = logging.getLogger("ullage.engine.kv")
 
 _PREFETCH_SHARE = 0.5
-"""Maximum share of host memory for prefetched blocks.
+"""Maximum fraction of host memory slots for prefetched blocks.
 
-With more, waiting requests would evict each other's blocks, which would be loaded again."""
+With more, waiting requests would evict each other's blocks, which would have to be loaded again."""
 
 
 class TierHits(NamedTuple):
-    """The blocks from one tier with which a request began."""
+    """The blocks that a request reused from one tier instead of computing them."""
 
     tier: str
     num_blocks: int
@@ -53,16 +53,16 @@ class TierHits(NamedTuple):
 
 
 class BlockFormat(NamedTuple):
-    """The format of a worker's blocks, on which keys and prefixes depend."""
+    """The properties of a worker's blocks that determine their keys and usable prefixes."""
 
     space: bytes
     """Namespace of the keys."""
     block_tokens: int
     window_tokens: int
-    """Length of the sliding windows of layers with window blocks, or 0 without such layers."""
+    """Length in tokens of sliding windows with separate blocks, or 0 if there are none."""
 
     def first_window_block(self, num_blocks: int) -> int:
-        """Return the index of the first window block that the token after these blocks reads."""
+        """Return the index of the first window block that the token after `num_blocks` needs."""
         first = max(0, num_blocks * self.block_tokens - self.window_tokens + 1)
         return first // self.block_tokens
 
@@ -72,17 +72,17 @@ class _Beginning:
     """The stored prefix of a request, and the progress of its loads."""
 
     looking: Future[None]
-    """Future that is done when the tiers have reported which blocks they have."""
+    """Future that completes once the tiers have reported which blocks they have."""
     tiers: list[str] | None = None
-    """Tier of each block when loading was first decided, or None before that decision."""
+    """Tier of each block at the first decision on what to load, or None before that decision."""
     first: int = 0
     """Index of the first block to load. Blocks before it are in host memory or computed."""
     num_prefetched: int = 0
-    """Number of blocks that are loaded before the request begins."""
+    """Number of blocks that are prefetched while the request waits in the queue."""
     asked_at: float | None = None
-    """Time of the worker's first query."""
+    """Time at which the worker first asked for the prefix, or None if it has not."""
     hits: dict[str, TierHits] = field(default_factory=dict)
-    """Blocks that the request has begun with so far, by tier."""
+    """Blocks that the request has reused so far, by tier."""
 
 
 class _Pinned(NamedTuple):
@@ -93,7 +93,7 @@ class _Pinned(NamedTuple):
 
 
 class KvBroker:
-    """Answers the KV queries of successive workers. Not thread-safe."""
+    """Answers the KV queries of a worker and, after a restart, its successor. Not thread-safe."""
 
     def __init__(
         self,
@@ -116,16 +116,16 @@ class KvBroker:
             store: the store of the worker's blocks.
             block_format: the format of the worker's blocks.
             post: sends a message to the worker.
-            on_hits: called with a request's id and the blocks that it began with.
-            call_soon: runs a function in this object's thread, from any thread.
+            on_hits: called with a request's id and the blocks that it reused, by tier.
+            call_soon: schedules a function in this object's thread. Callable from any thread.
             compute: returns the current prefill speed.
             computes_beside_loads: whether the worker computes the first blocks of a request while
-                the last ones are loaded. If not, its requests wait for loads, and each gets only
-                one answer.
+                the last ones are loaded. If not, its requests wait for loads, and each query gets
+                only one answer.
             deadline_s: maximum duration of a load, in seconds.
             clock: returns the time in seconds.
             has_begun: returns whether the request with this id has received a token from this
-                worker, or has ended.
+                worker, or has finished.
             not_loaded: the `not_loaded` counter of an earlier broker, which this broker continues.
         """
         self._store = store
@@ -141,7 +141,7 @@ class KvBroker:
         """Number of stored blocks that requests did not use, by tier and reason.
 
         The reason is `slower` if loading would have taken longer than computing, or `unused` if the
-        blocks arrived late or the request ended.
+        blocks arrived too late or the request had already finished.
         """
         self._loads = Loads(
             store,
@@ -157,14 +157,14 @@ class KvBroker:
         self._pinned: dict[int, _Pinned] = {}
         self._beginnings: OrderedDict[str, _Beginning] = OrderedDict()
         self._num_prefetched = 0
-        """Total number of prefetched blocks in the stored prefixes of all requests."""
+        """Total number of prefetched blocks, summed over all waiting requests."""
 
     def arrived(self, request: EngineRequest) -> int:
-        """Begin to prefetch the stored prefix of a request, if that is faster than computing it.
+        """Start prefetching the stored prefix of a request if that is faster than computing it.
 
         Returns:
-            The number of stored blocks, or the number of all blocks if the tiers have not answered
-            yet.
+            The number of stored blocks that the request can use, or the request's total number of
+            full blocks if the tiers have not answered yet.
         """
         kv = self._format
         salt = request.cache_salt
@@ -184,16 +184,16 @@ class KvBroker:
     def _prefetch_when_known(
         self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
     ) -> Steps:
-        """Prefetch a stored prefix once the tiers answer, unless the worker queries it first."""
+        """Prefetch a stored prefix once the tiers answer, unless the worker asks for it first."""
         yield beginning.looking
         if self._beginnings.get(request_id) is beginning and beginning.tiers is None:
             self._prefetch(request_id, beginning, keys, starts_at)
 
     def _look(self, keys: list[bytes]) -> "Future[None]":
-        """Query the tiers for the blocks of a prefix.
+        """Ask the tiers which blocks of a prefix they store.
 
-        Which window blocks are needed depends on the length of the stored prefix, so the query
-        includes all window blocks.
+        Which window blocks are needed depends on the length of the stored prefix, which is not
+        known yet. The query therefore includes all window blocks.
         """
         if not self._format.window_tokens:
             return self._store.look(keys)
@@ -202,7 +202,7 @@ class KvBroker:
     def _prefetch(
         self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
     ) -> int:
-        """Begin to load a prefix, and return the number of blocks that the request can use."""
+        """Start loading a prefix, and return the number of blocks that the request can use."""
         tiers = self._lookup(keys)
         if not tiers:
             self._forget(request_id)
@@ -225,7 +225,7 @@ class KvBroker:
     def _lookup(self, keys: list[bytes]) -> list[str]:
         """Return the tier of each block in the longest usable stored prefix.
 
-        A prefix is usable if the window blocks that the next token reads are stored, too.
+        A prefix is usable if the window blocks that the next token needs are stored, too.
         """
         tiers = self._store.lookup_prefix(keys)
         if not self._format.window_tokens:
@@ -248,7 +248,7 @@ class KvBroker:
         num_here: int | None = None,
         starts_at: float = 0.0,
     ) -> None:
-        """Decide from which block on to load, and set `beginning.first` to its index.
+        """Choose the first block to load, and set `beginning.first` to its index.
 
         A later decision may replace an earlier one.
 
@@ -259,7 +259,7 @@ class KvBroker:
             tiers: the tier of each block of the stored prefix.
             num_here: number of leading blocks that need neither be computed nor loaded. The default
                 is the number of leading blocks in host memory.
-            starts_at: time from which the other blocks can be computed.
+            starts_at: earliest time at which the other blocks can be computed.
         """
         keys = keys[: len(tiers)]
         if num_here is None:
@@ -291,7 +291,7 @@ class KvBroker:
             log.info("computed rather than loaded", extra=facts)
 
     def _remember(self, request_id: str, keys: list[bytes]) -> _Beginning:
-        """Return the stored prefix of a request. The first call for a request queries the tiers."""
+        """Return the state of a request's stored prefix, querying the tiers on the first call."""
         beginning = self._beginnings.get(request_id)
         if beginning is None:
             beginning = self._beginnings[request_id] = _Beginning(self._look(keys))
@@ -303,18 +303,18 @@ class KvBroker:
             self._num_prefetched -= beginning.num_prefetched
 
     def _forget_begun(self) -> None:
-        """Drop the oldest stored prefixes whose requests have begun but may never query them."""
+        """Drop the prefixes of the oldest requests that have begun and may never query them."""
         while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
             self._forget(oldest)
 
     def _load(
         self, keys: list[bytes], first: int, longest_s: float | None = None
     ) -> list[Future[Any]]:
-        """Begin to load the blocks from `first` on, and the last window blocks."""
+        """Start loading the blocks from index `first` on, and the last window blocks."""
         return self._loads.load([*keys[first:], *self._last_windows(keys)], longest_s)
 
     def _last_windows(self, keys: list[bytes]) -> list[bytes]:
-        """Return the keys of the window blocks that the token after these blocks reads."""
+        """Return the keys of the window blocks that the token after these blocks needs."""
         if not self._format.window_tokens:
             return []
         first = self._format.first_window_block(len(keys))
@@ -342,7 +342,7 @@ class KvBroker:
                 self._store.remove_chains(chains)
 
     def worker_lost(self) -> None:
-        """Free the slots of a worker whose process has ended, so that another worker can start."""
+        """Free the slots of a worker that has exited, so that its replacement can start."""
         self._lease.close()
         self._lease = self._store.index.lease()
         self._reserved = {}
@@ -351,7 +351,7 @@ class KvBroker:
         self._num_prefetched = 0
 
     def check_integrity(self) -> None:
-        """Assert that only unfinished exchanges with the worker hold slots."""
+        """Assert that all reserved and pinned slots belong to unfinished exchanges."""
         assert len(self._lease.reserved) == len(self._reserved), "reservations lost or doubled"
         pins = Counter(ref for pinned in self._pinned.values() for ref in pinned.refs)
         assert pins == self._lease.pinned, "pins lost or doubled"
@@ -368,14 +368,14 @@ class KvBroker:
         return slots
 
     def _ask(self, wanted: KvWanted) -> _Beginning:
-        """Return the stored prefix for a worker's query, and record when the first query came."""
+        """Return the stored prefix that a worker asks for, noting the time of the first query."""
         beginning = self._remember(wanted.request_id, wanted.keys)
         if beginning.asked_at is None:
             beginning.asked_at = self._clock()
         return beginning
 
     def _answer_at_once(self, wanted: KvWanted) -> None:
-        """Answer with the blocks in shared memory, and the index from which more will arrive."""
+        """Answer with the blocks in shared memory, and the index from which more will follow."""
         name = wanted.request_id
         keys = wanted.keys
         beginning = self._ask(wanted)
@@ -393,7 +393,7 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, more_from)
 
     def _answer_when_loaded(self, wanted: KvWanted) -> Steps:
-        """Answer when every requested block is in shared memory or is known not to arrive."""
+        """Answer once every requested block is in shared memory or is known not to arrive."""
         lease = self._lease
         beginning = self._ask(wanted)
 
@@ -420,7 +420,7 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, None)
 
     def _load_wanted(self, wanted: KvWanted, first: int, tiers: list[str]) -> list[Future[Any]]:
-        """Begin to load the stored blocks from `first` on, for which a request waits."""
+        """Start loading the stored blocks from index `first` on that a request is waiting for."""
         keys = wanted.keys[: len(tiers)]
         longest_s = None
         if not wanted.is_rest:
@@ -456,7 +456,7 @@ class KvBroker:
         return self._with_windows(wanted, refs) if self._format.window_tokens else (refs, [])
 
     def _pin(self, keys: list[bytes]) -> list[SlotRef]:
-        """Pin the leading blocks in shared memory, up to the first missing block."""
+        """Pin the blocks that are in shared memory, stopping at the first missing block."""
         refs: list[SlotRef] = []
         for key in keys:
             ref = self._lease.pin(key)
@@ -468,9 +468,9 @@ class KvBroker:
     def _with_windows(
         self, wanted: KvWanted, refs: list[SlotRef]
     ) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Return the longest run of leading blocks whose last window blocks are in shared memory.
+        """Return the longest prefix of `refs` whose last window blocks are in shared memory.
 
-        The window blocks are pinned and returned as well. All other blocks are unpinned.
+        These window blocks are pinned and returned as well. The rest of `refs` is unpinned.
         """
         while refs:
             end = wanted.first + len(refs)
@@ -506,5 +506,5 @@ class KvBroker:
 
 
 def _num_in_host(tiers: list[str]) -> int:
-    """Return the number of leading blocks in shared memory."""
+    """Return the number of leading blocks that are in shared memory."""
     return next((n for n, tier in enumerate(tiers) if tier != HOST), len(tiers))

@@ -1,8 +1,8 @@
-"""Decides whether to load or to compute blocks, based on predicted load times.
+"""Decides which missing blocks to load and which to compute, based on predicted load times.
 
-Of the blocks that a request lacks, the first ones are computed while the last ones are loaded. A
-block is loaded if it is predicted to arrive before the computation reaches it. So if predictions
-are right, a request never waits for a load. A load is not started if it would take longer than
+Of the blocks that a request is missing, the first ones are computed while the last ones are loaded.
+A block is loaded if it is predicted to arrive before the computation reaches it. If predictions are
+accurate, a request never waits for a load. A load is not started if it would take longer than
 computing all blocks.
 """
 
@@ -11,32 +11,32 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 START_LATENCY_S = 0.01
-"""Assumed latency in seconds to the first byte of a load, for a tier that is not measured yet."""
+"""Assumed time to the first byte of a load in seconds, until a tier has been measured."""
 START_BYTES_PER_S = 100e6
-"""Assumed bandwidth of a tier that is not measured yet, typical of a slow network."""
+"""Assumed bandwidth until a tier has been measured, typical of a slow network."""
 PROBE_S = 30.0
 """Seconds without a load after which the speed of a tier is measured again."""
 
 _UNMEASURED_S = 1e9
-"""Assumed compute time in seconds while the compute speed is unknown. Any load is faster."""
+"""Assumed compute time in seconds while the compute speed is unknown, longer than any load."""
 _WEIGHT = 0.5
-"""Weight of the newest load in the estimates, on a logarithmic scale.
+"""Weight of the newest load when estimates are updated, on a logarithmic scale.
 
-The first load replaces the initial values.
+The first load replaces the assumed initial values entirely.
 """
 _MAX_RATIO = 1e4
-"""Maximum ratio between the measured and the predicted time of one load, in either direction."""
+"""Cap on the ratio between the measured and the predicted time of a load, in either direction."""
 _SIZES_FACTOR = 4.0
-"""Minimum ratio of load sizes from which latency and bandwidth can be told apart.
+"""Minimum ratio of largest to smallest recent load at which latency and bandwidth are separable.
 
-The ratio is that of the largest to the smallest recent load.
+If all loads have similar sizes, a slow load may be due to either of them.
 """
 _SIZES_FADE = 1.15
-"""Factor by which each load moves the largest and smallest sizes towards its own size."""
+"""Factor by which the largest and smallest sizes decay towards the newest with each load."""
 
 
 class LoadTime(NamedTuple):
-    """Predicted time of a load from one tier that begins now."""
+    """Predicted time of a load from one tier if it started now."""
 
     start_s: float
     """Seconds until the first byte."""
@@ -44,15 +44,15 @@ class LoadTime(NamedTuple):
     """Seconds per byte."""
 
     def seconds(self, num_bytes: int) -> float:
-        """Predict the seconds from now to the end of a load."""
+        """Predict the seconds until a load of `num_bytes` has completed."""
         return self.start_s + num_bytes * self.byte_s
 
 
 class LoadSpeed:
-    """Latency and bandwidth of one tier, estimated from its loads. Not thread-safe."""
+    """Latency and bandwidth of one tier, estimated from past loads. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Start with the assumed latency and bandwidth of a tier that is not measured yet.
+        """Start with the latency and bandwidth assumed for an unmeasured tier.
 
         Args:
             clock: returns the time in seconds.
@@ -64,7 +64,7 @@ class LoadSpeed:
         self._is_measured = False
         self._smallest = math.inf
         self._largest = 0.0
-        """Smallest and largest size of recent loads in bytes. Both decay towards the newest."""
+        """Largest recent load in bytes. Like `_smallest`, it decays towards the newest load."""
         self._done_at = clock()
         self._next_number = 0
         self._under_way: dict[int, tuple[int, float]] = {}
@@ -77,34 +77,35 @@ class LoadSpeed:
 
     @property
     def is_to_measure(self) -> bool:
-        """Whether a probe load should measure the tier's speed.
+        """Whether the tier's speed should be measured with a probe load.
 
-        No blocks are loaded from a tier that is estimated to be slow. Without a probe, the estimate
-        would never change.
+        No blocks are loaded from a tier that is estimated to be slow. Without probes, the estimate
+        would never recover.
         """
         is_known = self._is_measured and self._clock() - self._done_at < PROBE_S
         return not is_known and not self._under_way
 
     @property
     def is_of_one_size(self) -> bool:
-        """Whether recent loads had similar sizes, so latency and bandwidth are inseparable."""
+        """Whether recent loads are too similar in size to tell latency from bandwidth."""
         return self._largest < _SIZES_FACTOR * self._smallest
 
     def predict(self) -> LoadTime:
-        """Predict the time of a load that begins now, after the running loads.
+        """Predict the time of a load that starts now and waits for the running loads.
 
-        A load that is already late is predicted to take as much longer as it is late now.
+        If the running loads are overdue, they are expected to need the same amount of time again.
+        For example, loads that are 2 s late are expected to finish in another 2 s.
         """
         return LoadTime(self._queue_s() + self.latency_s, self._byte_s)
 
     def begin(self, num_bytes: int) -> int:
-        """Record the start of a load, and return its number."""
+        """Record the start of a load, and return the number that identifies it."""
         self._next_number += 1
         self._under_way[self._next_number] = (num_bytes, self._clock())
         return self._next_number
 
     def finish(self, number: int, num_loaded: int) -> None:
-        """Record the end of a load that has transferred `num_loaded` bytes."""
+        """Record the end of a load that transferred `num_loaded` bytes, and update estimates."""
         now = self._clock()
         num_bytes, began_at = self._under_way.pop(number)
         # Loads run one after another, so the time before the last one ended is not this load's.
@@ -132,7 +133,7 @@ class LoadSpeed:
         self._is_measured = True
 
     def _queue_s(self) -> float:
-        """Predict the seconds until all running loads have ended."""
+        """Predict the seconds until all running loads have completed."""
         if not self._under_way:
             return 0.0
         _, oldest_at = next(iter(self._under_way.values()))
@@ -146,11 +147,11 @@ class ComputeSpeed(NamedTuple):
     """The prefill speed and the prefill backlog."""
 
     tokens_per_s: float = 0.0
-    """Tokens per second, 0 before the first measurement."""
+    """Tokens per second, or 0 before the first measurement."""
     backlog_tokens: int = 0
 
     def seconds(self, num_tokens: int) -> float:
-        """Predict the seconds to compute tokens.
+        """Predict the seconds needed to compute `num_tokens` tokens.
 
         If the speed is unknown, the prediction is longer than any load.
         """
@@ -158,17 +159,17 @@ class ComputeSpeed(NamedTuple):
 
     @property
     def start_s(self) -> float:
-        """Seconds until the computation of a prompt that arrives now can begin."""
+        """Seconds until the prefill of a prompt that arrives now can start."""
         return self.seconds(self.backlog_tokens)
 
 
 class Needed(NamedTuple):
-    """One block that a request lacks, and the tier that has it."""
+    """One block that a request is missing, and the tier that has it."""
 
     tier: str = ""
-    """Tier to load the block from, or "" if the block is in host memory or being loaded."""
+    """Tier to load the block from, or "" if it is in host memory or already being loaded."""
     ready_s: float = 0.0
-    """Seconds until a block that is being loaded arrives."""
+    """Seconds until the block arrives if it is already being loaded, otherwise 0."""
 
 
 def seconds_to_load(
@@ -176,16 +177,16 @@ def seconds_to_load(
     predict: Callable[[str], Callable[[int], float]],
     extra: Sequence[Needed] = (),
 ) -> list[float]:
-    """Predict for each block the seconds until this block and all later blocks have arrived.
+    """Predict for each block how long it takes until this and all later blocks have arrived.
 
     Args:
-        blocks: the blocks that a request lacks, in order.
-        predict: called once per tier. Returns a function that maps a number of the tier's blocks to
-            the seconds that loading them takes.
+        blocks: the blocks that a request is missing, in order.
+        predict: called once per tier. Returns a function that predicts the seconds to load a given
+            number of the tier's blocks.
         extra: blocks that must also arrive before the others can be used.
 
     Returns:
-        The seconds for each block, in descending order, followed by 0.0 for loading no block.
+        The seconds for each block, in descending order, followed by 0.0, the time to load nothing.
     """
     counts: dict[str, int] = {}
     tiers = dict[str, Callable[[int], float]]()
@@ -206,8 +207,8 @@ def seconds_to_load(
 def split(load_s: Sequence[float], compute_s: float, start_s: float = 0.0) -> int:
     """Return the number of leading blocks to compute while the rest is loaded.
 
-    The result is the smallest number of leading blocks whose computation hides the load of the
-    rest. The request never takes longer than if it computed all blocks, and never waits for a load.
+    The result is the smallest number of blocks whose computation hides the load of the rest. The
+    request therefore never waits for a load, and is never slower than if it computed all blocks.
 
     Args:
         load_s: the result of `seconds_to_load`.

@@ -1,7 +1,7 @@
 """Loads blocks from tiers below host memory, and chooses the blocks that are worth loading.
 
-The last of the blocks that a request lacks are loaded, if they would arrive before they could be
-computed. The earlier blocks are computed. Every load is measured (`cost`).
+Of the blocks that a request is missing, the last ones are loaded if they would arrive before they
+could be computed. The earlier ones are computed. Every load is measured (see `cost`).
 """
 
 import math
@@ -15,14 +15,14 @@ from ullage_kv.futures import Steps, run
 from ullage_kv.results import HOST
 
 _FIRST_PART = 8
-"""Divisor that gives the size of a load's first part.
+"""Divisor N: the first 1/N of a load's blocks may be loaded separately, before the rest.
 
-The first part is loaded before the rest, in order to measure loads of different sizes. Loads of
-fewer blocks are not divided."""
+Splitting yields measurements for loads of different sizes. Loads of fewer than N blocks are not
+split."""
 
 
 class Loads:
-    """Starts loads and predicts when they will end. Not thread-safe."""
+    """Starts loads and predicts when they will complete. Not thread-safe."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class Loads:
 
         Args:
             store: the store with the lower tiers.
-            call_soon: runs a function in this object's thread, from any thread.
+            call_soon: schedules a function in this object's thread. Callable from any thread.
             compute: returns the current prefill speed.
             block_tokens: tokens per block.
-            are_waited_for: whether requests wait for their loads instead of computing in the
-                meantime.
+            are_waited_for: whether requests wait for their loads instead of computing other blocks
+                in the meantime.
             deadline_s: maximum duration of a load, in seconds.
             clock: returns the time in seconds.
         """
@@ -64,7 +64,7 @@ class Loads:
         return len(self._due)
 
     def speed(self, tier: str) -> LoadSpeed:
-        """Return the measured speed of a tier."""
+        """Return the speed tracker of a tier, creating it on first use."""
         if tier not in self._speeds:
             self._speeds[tier] = LoadSpeed(self._clock)
         return self._speeds[tier]
@@ -79,7 +79,7 @@ class Loads:
     ) -> int:
         """Return the index of the first block to load. All blocks after it are loaded, too.
 
-        These blocks arrive before they could be computed.
+        These blocks are predicted to arrive before they could be computed.
 
         Args:
             keys: keys of a prefix's blocks.
@@ -87,11 +87,11 @@ class Loads:
             num_here: number of leading blocks that need not be loaded.
             windows: keys of window blocks that must also be loaded before the other blocks can be
                 used.
-            start_s: seconds until the computation can begin.
+            start_s: seconds until the computation can start.
 
         Returns:
-            The index, at least `num_here`. If no block is worth loading, the index is the number of
-            blocks.
+            The index, at least `num_here`. If no block is worth loading, the index equals the
+            number of blocks.
         """
         compute = self._compute()
         if not compute.tokens_per_s:
@@ -108,10 +108,10 @@ class Loads:
         return num_here if seconds[0] <= all_s else len(keys)
 
     def longest_s(self, num_lacking: int, start_s: float) -> float:
-        """Return the deadline of loads in seconds.
+        """Return the maximum duration of a load in seconds.
 
-        If requests wait for their loads, they wait no longer than computing the missing blocks
-        would take.
+        If requests wait for their loads, the duration is capped at the time that computing the
+        missing blocks would take.
         """
         if not self._are_waited_for:
             return self._deadline_s
@@ -119,14 +119,14 @@ class Loads:
         return min(self._deadline_s, start_s + compute_s)
 
     def load(self, keys: Sequence[bytes], longest_s: float | None = None) -> list[Future[Any]]:
-        """Begin to load the blocks that only lower tiers have.
+        """Start loading the blocks that only lower tiers have.
 
         Args:
             keys: keys of the requested blocks.
             longest_s: deadline in seconds.
 
         Returns:
-            Futures that are done when the blocks have arrived, or at the deadline.
+            Futures that complete when the blocks have arrived, or at the deadline.
         """
         if longest_s is None:
             longest_s = self._deadline_s
@@ -143,9 +143,9 @@ class Loads:
         return fetches + [self._load_from(*each, longest_s) for each in new.items()]
 
     def measure(self, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
-        """Load a few blocks to measure tiers whose speed is unknown or was measured long ago.
+        """Load a few blocks from tiers whose speed is unknown or was measured long ago.
 
-        No request waits for these blocks, since they are computed.
+        No request waits for these loads, because the blocks are computed anyway.
         """
         for tier in {*tiers} - {HOST}:
             if self.speed(tier).is_to_measure:
@@ -163,7 +163,7 @@ class Loads:
         return needed
 
     def _predict(self, tier: str) -> Callable[[int], float]:
-        """Return a function that predicts the seconds to load a number of a tier's blocks."""
+        """Return a function that predicts the seconds to load a given number of a tier's blocks."""
         speed = self.speed(tier)
         block_bytes = self._store.block_bytes
         time_of = speed.predict()
@@ -177,7 +177,7 @@ class Loads:
         return seconds
 
     def _load_from(self, tier: str, keys: list[bytes], longest_s: float) -> "Future[Any]":
-        """Begin a load, in two parts if all recent loads had one size."""
+        """Start a load, split in two if all recent loads had similar sizes."""
         self._due |= dict.fromkeys(keys, self._clock() + self._predict(tier)(len(keys)))
         num_first = len(keys) // _FIRST_PART if self.speed(tier).is_of_one_size else 0
         if not num_first:
@@ -185,7 +185,7 @@ class Loads:
         return run(self._load_in_two(tier, keys, num_first, longest_s), self._call_soon)
 
     def _load_in_two(self, tier: str, keys: list[bytes], num_first: int, longest_s: float) -> Steps:
-        """Load the first blocks, then load the remaining blocks in the time that is left."""
+        """Load the first blocks, then load the remaining blocks before the same deadline."""
         ends_at = self._clock() + longest_s
         yield self._fetch(tier, keys[:num_first], longest_s)
         remaining_s = ends_at - self._clock()
@@ -194,7 +194,7 @@ class Loads:
     def _fetch(
         self, tier: str, keys: list[bytes], longest_s: float, before: bytes | None = None
     ) -> "Future[list[Result]]":
-        """Fetch blocks of one tier and measure the load.
+        """Fetch blocks from one tier and measure how long it takes.
 
         Args:
             tier: name of the tier.

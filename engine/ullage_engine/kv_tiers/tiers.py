@@ -26,15 +26,15 @@ from ullage_kv.store import DEADLINE_S
 log = logging.getLogger("ullage.engine.kv")
 
 _OPEN_S = 10.0
-"""Maximum seconds for opening the file tier's folder."""
+"""Maximum time in seconds to open the file tier's folder."""
 _BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
-"""Error numbers of a broken or full file system. Other errors mean that the path is wrong."""
+"""Error numbers that indicate a broken or full file system. Other errors mean a wrong path."""
 
 
 class KvTiers:
-    """The memory of the host tier, the store and its broker, for one event loop.
+    """The host tier's memory, the KV store and its broker, for use in one event loop.
 
-    The store and its broker exist once the block format of a worker is known.
+    The store and its broker are created once a worker has reported the format of its blocks.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class KvTiers:
 
         Args:
             section: the configured tiers.
-            on_hits: called with a request's id and the blocks that it began with.
+            on_hits: called with a request's id and the blocks that it reused, by tier.
             material: returns the newest certificate for connections to peers, None for plaintext.
             compute: returns the current prefill speed.
             deadline_s: maximum duration of a load from lower tiers, in seconds.
             has_begun: returns whether the request with this id has received a token from this
-                worker, or has ended.
+                worker, or has finished.
         """
         self._section = section
         self._deadline_s = min(deadline_s, DEADLINE_S)
@@ -71,14 +71,14 @@ class KvTiers:
         self.not_loaded = Counter[tuple[str, str]]()
         """The `KvBroker.not_loaded` counter, summed over all workers."""
         self._broker: KvBroker | None = None
-        """The store's broker for successive workers, or None before the first is ready."""
+        """The store's broker, which outlives workers, or None before the first worker is ready."""
         self._post: Callable[[KvGranted | KvFound], None] | None = None
-        """Function that sends a message to the worker, or None without a worker."""
+        """Function that sends a message to the worker, or None if no worker is using the tiers."""
         self.store: Store | None = None
         """The store, or None before the first worker is ready."""
 
     def open(self, num_bytes: int) -> None:
-        """Allocate every page of the memory, which may take seconds.
+        """Allocate the host tier's memory and touch every page, which may take seconds.
 
         Raises:
             ArenaError: the memory is not available.
@@ -94,15 +94,15 @@ class KvTiers:
 
     @property
     def worker_options(self) -> list[str]:
-        """Return the command line options with which a worker finds the host tier's memory."""
+        """Return the command line options that tell a worker where the host tier's memory is."""
         assert self._arena is not None, "open comes first"
         return ["--kv-arena", self._arena.path, "--kv-bytes", str(self._arena.num_bytes)]
 
     async def worker_ready(self, ready: Ready, post: Callable[[KvGranted | KvFound], None]) -> None:
         """Start serving a worker that is ready.
 
-        The store is kept if the worker's blocks have the same namespace as the last worker's.
-        Otherwise a new store replaces it.
+        The store is kept if the worker's blocks have the same namespace as the previous worker's.
+        Otherwise it is replaced with a new store.
 
         Raises:
             FileTierError: the folder of the file tier cannot be used.
@@ -143,7 +143,7 @@ class KvTiers:
         self._post = post
 
     def _make_broker(self, store: Store, ready: Ready) -> KvBroker:
-        """Create the broker for all workers whose blocks have this worker's namespace."""
+        """Create the broker for this worker and later workers with the same block namespace."""
 
         def post(message: KvGranted | KvFound) -> None:
             if self._post is not None:
@@ -164,15 +164,15 @@ class KvTiers:
         )
 
     def worker_lost(self) -> None:
-        """Free the slots of a worker whose process has ended."""
+        """Free the slots of a worker that has exited."""
         if self._broker is not None:
             self._broker.worker_lost()
         self._post = None
 
     def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Start to prefetch the prefix that the samples of one prompt share.
+        """Start prefetching the common prefix of requests that sample the same prompt.
 
-        Return the requests with their number of stored blocks.
+        Return the requests with their number of stored blocks filled in.
         """
         if self._broker is None or self._post is None:
             return list(requests)
@@ -193,7 +193,7 @@ class KvTiers:
         return None if self.store is None else Served(self.store, self._space)
 
     async def _lower_tiers(self, space: bytes, block_bytes: int) -> list[LowerTier]:
-        """Open the configured tiers below host memory, and return them with the fastest first."""
+        """Open the configured tiers below host memory, and return them ordered from the fastest."""
         tiers: list[LowerTier] = []
         file = await self._file_tier(space, block_bytes)
         if (remote := self._section.remote) is not None:
@@ -214,10 +214,10 @@ class KvTiers:
     async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:
         """Open the file tier, or return None if its file system is unresponsive, full or broken.
 
-        Such a failure does not stop the engine, just as a later failure of the folder does not.
+        Like a failure while the engine is serving, such a failure does not stop the engine.
 
         Raises:
-            FileTierError: if this engine may not use the folder.
+            FileTierError: if the folder cannot be used for any other reason.
         """
         section = self._section.file
         if section is None:
@@ -244,7 +244,7 @@ class KvTiers:
         return None
 
     def close(self) -> None:
-        """Close all tiers, which finish queued writes, and free the memory."""
+        """Close all tiers after their queued writes, and free the memory."""
         store = self.store
         self.store = None  # from now on peers get no blocks
         if store is not None:
@@ -256,7 +256,7 @@ class KvTiers:
 def _in_daemon(
     open_tier: Callable[[], FileTier], on_late: Callable[[FileTier], None]
 ) -> "Future[FileTier]":
-    """Open a tier in a daemon thread, because a mount may hang forever.
+    """Open a tier in a daemon thread, because an unresponsive mount may block forever.
 
     Args:
         open_tier: opens the tier.

@@ -1,4 +1,4 @@
-"""The memory ledger of one device. Every byte is reserved under a name before it is allocated."""
+"""The memory ledger of one device. All memory is reserved under a name before it is allocated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from ullage_engine.protocol.worker_state import ReservationState
 PRICE_TOLERANCE = 0.05
 """Fraction by which an allocation may differ from its predicted size.
 
-With a larger error, admission control would calculate with wrong sizes.
+Larger errors would make admission control unreliable, because it relies on the predictions.
 """
 
 _OTHERS = "others"
-"""Name of the reservation for memory that other processes hold."""
+"""Name of the reservation that accounts for memory held by other processes."""
 
 _MIB = 1 << 20
 
 
 class LedgerError(Exception):
-    """A reservation exceeds the budget. The message gives the sizes and the field to change."""
+    """A reservation exceeds the budget. The message names the sizes and the setting to change."""
 
 
 @dataclass(slots=True)
@@ -28,9 +28,9 @@ class _Reservation:
 
 
 class Ledger:
-    """Reservations of one device, whose sum never exceeds `threshold * total_bytes`.
+    """Memory reservations on one device, whose sum never exceeds `threshold * total_bytes`.
 
-    The ledger only does the accounting. It allocates no memory, and its caller measures the device.
+    The ledger only keeps accounts. It neither allocates memory nor measures the device.
     """
 
     def __init__(self, total_bytes: int, threshold: float, *, configurable: bool) -> None:
@@ -38,8 +38,9 @@ class Ledger:
 
         Args:
             total_bytes: memory of the device.
-            threshold: fraction of the device's memory that is the budget, 0 to 1.
-            configurable: whether the total is `memory.deviceBytes` and not a real device's size.
+            threshold: fraction of the device's memory that may be reserved, 0 to 1.
+            configurable: whether the total comes from the setting `memory.deviceBytes` rather than
+                from a real device.
         """
         self.total_bytes = total_bytes
         self.threshold = threshold
@@ -47,7 +48,7 @@ class Ledger:
         self._reservations: dict[str, _Reservation] = {}
         self._on_host: dict[str, int] = {}
         self._others = ""
-        """Names of the other processes, for errors."""
+        """Names of the other processes that hold memory, for error messages."""
 
     @property
     def budget_bytes(self) -> int:
@@ -59,12 +60,12 @@ class Ledger:
 
     @property
     def others_bytes(self) -> int:
-        """Return the bytes of the budget that other processes hold."""
+        """Return how many bytes of the budget other processes hold."""
         return self._reservations[_OTHERS].reserved if self._others else 0
 
     @property
     def promised_bytes(self) -> int:
-        """Return the bytes that are reserved for this process."""
+        """Return how many bytes are reserved for this process."""
         return self.reserved_bytes - self.others_bytes
 
     @property
@@ -73,14 +74,14 @@ class Ledger:
 
     @property
     def available_bytes(self) -> int:
-        """Return the bytes of the budget that are not reserved."""
+        """Return how many bytes of the budget are not reserved."""
         return self.budget_bytes - self.reserved_bytes
 
     def reserve(self, name: str, num_bytes: int) -> None:
         """Reserve bytes under a new name.
 
         Raises:
-            LedgerError: if fewer bytes are available.
+            LedgerError: if too few bytes are available.
         """
         assert name not in self._reservations, f"{name} is reserved already"
         if num_bytes > self.available_bytes:
@@ -88,24 +89,24 @@ class Ledger:
         self._reservations[name] = _Reservation(num_bytes)
 
     def allocated(self, name: str, num_bytes: int) -> None:
-        """Record the bytes allocated under a name, at most the reserved bytes."""
+        """Record how many of the bytes reserved under a name are now allocated."""
         entry = self._reservations[name]
         assert num_bytes <= entry.reserved, f"{name}: {num_bytes} allocated, {entry.reserved} set"
         entry.allocated = num_bytes
 
     def record(self, name: str, num_bytes: int) -> None:
-        """Reserve memory that is already allocated, such as the memory of libraries.
+        """Reserve memory that is already allocated, such as memory that libraries use.
 
         Raises:
-            LedgerError: if fewer bytes are available.
+            LedgerError: if too few bytes are available.
         """
         self.reserve(name, num_bytes)
         self.allocated(name, num_bytes)
 
     def reserve_for_others(self, num_bytes: int, names: str) -> None:
-        """Reserve the bytes of the budget that other processes hold.
+        """Reserve the part of the budget that other processes hold.
 
-        `names`: names of these processes, for error messages.
+        `names` lists these processes for error messages.
         """
         self.reserve(_OTHERS, num_bytes)
         self._others = names
@@ -116,7 +117,7 @@ class Ledger:
         self._on_host[name] = num_bytes
 
     def shortage(self, name: str, needed: int) -> LedgerError:
-        """Return an error that explains why `name` does not fit, and which field to change."""
+        """Return an error that says why `name` does not fit and which setting to change."""
         available = max(0, self.available_bytes)
 
         if self.others_bytes and needed <= available + self.others_bytes:
@@ -136,7 +137,7 @@ class Ledger:
         )
 
     def states(self) -> list[ReservationState]:
-        """List all entries for a report, with host memory last."""
+        """Return all reservations for a status report, with host memory last."""
         on_device = [
             ReservationState(
                 name=name, reserved_bytes=entry.reserved, allocated_bytes=entry.allocated
@@ -152,7 +153,7 @@ class Ledger:
         return on_device + on_host
 
     def table(self) -> list[str]:
-        """Return the ledger as lines of text for the log."""
+        """Format the ledger as a table for the log, one string per line."""
         lines = [f"{'reservation':<15}{'reserved':>12}{'allocated':>12}"]
         lines += [
             f"{name:<15}{mib(entry.reserved):>12}{mib(entry.allocated):>12}"
@@ -172,19 +173,19 @@ class Ledger:
 
 
 def mib(num_bytes: int) -> str:
-    """Format a number of bytes in MiB, the unit of configuration and messages."""
+    """Format a number of bytes in MiB, the unit used in settings and messages."""
     return f"{num_bytes / _MIB:.0f} MiB"
 
 
 def wrong_price(priced: Mapping[str, int], allocated: Mapping[str, int]) -> str | None:
-    """Return an error line for the first allocation that differs from its predicted size.
+    """Return an error message about the first allocation that differs from its predicted size.
 
     Args:
         priced: predicted sizes in bytes, by name.
         allocated: allocated sizes in bytes, by name.
 
     Returns:
-        The line, or None if all allocations agree with the prediction within `PRICE_TOLERANCE`.
+        The message, or None if all allocations are within `PRICE_TOLERANCE` of the prediction.
     """
     for name, price in priced.items():
         if abs(allocated[name] - price) > PRICE_TOLERANCE * price:

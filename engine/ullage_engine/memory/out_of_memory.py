@@ -1,8 +1,8 @@
-"""Classifies errors that mean that memory ran out, and errors that mean that a device is lost.
+"""Recognises errors that indicate that memory ran out or that a device was lost.
 
-torch has a special error class only for its own allocator. Other libraries (cuBLAS, cuDNN, NCCL,
-Triton's loader, the driver) report a shortage in the text of a RuntimeError. The classification
-therefore uses the texts of all errors in the chain of causes.
+torch has a dedicated error class only for its own allocator. Other libraries (cuBLAS, cuDNN, NCCL,
+Triton's loader, the driver) report a shortage in the message of a RuntimeError. The classification
+therefore checks the messages of all errors in the chain of causes.
 """
 
 import errno
@@ -30,7 +30,7 @@ _HOST_OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",  # the loader of shared objects, which sets no errno
 )
-"""Texts of errors that report a shortage of host memory."""
+"""Message fragments that indicate a shortage of host memory."""
 
 _STICKY = (
     "illegal memory access",
@@ -46,16 +46,16 @@ _STICKY = (
     "uncorrectable NVLink",
     "CUBLAS_STATUS_EXECUTION_FAILED",
 )
-"""Texts of errors after which every later CUDA call in the process fails, too."""
+"""Message fragments of errors after which all later CUDA calls in the process fail."""
 
 _DEVICE = ("CUDA", "HIP error", "NCCL", "CUBLAS", "CUDNN", "cuDNN")
-"""Texts that identify an error as coming from the device."""
+"""Message fragments that identify an error as coming from the device."""
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Return whether the device or another rank failed, rather than the computation.
+    """Return whether the error means that the device or another rank has failed.
 
-    If so, later calls would fail as well.
+    If so, retrying is pointless because later calls would fail as well.
     """
     chain = list(_chain(error))
 
@@ -68,12 +68,12 @@ def is_device_lost(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, on the device or the host, while the device still works."""
+    """Return whether device or host memory ran out while the device is still usable."""
     return any(_ran_out(each) for each in _chain(error)) and not is_device_lost(error)
 
 
 def shortage_status(error: BaseException | None) -> int | None:
-    """Return the exit status of a process that ends with an error because memory ran out.
+    """Return the exit status for a process that failed because memory ran out.
 
     Return None if the error has another cause.
     """
@@ -98,14 +98,14 @@ def _host_ran_out(error: BaseException) -> bool:
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
     """Return whether the error is a RuntimeError whose message contains one of the texts.
 
-    Libraries raise only RuntimeErrors.
+    Other classes are not checked, because the libraries raise only RuntimeErrors.
     """
     text = str(error)
     return isinstance(error, RuntimeError) and any(each in text for each in texts)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, as a traceback would show them."""
+    """Yield an error and the errors that caused it, following the same rules as a traceback."""
     seen = set[int]()
     following: BaseException | None = error
 

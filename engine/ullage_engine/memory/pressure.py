@@ -1,7 +1,8 @@
-"""Memory pressure: free device memory, and a level with hysteresis for KV (docs/guide/kv-cache.md).
+"""Monitors free device memory and derives the pressure level of the KV pool.
 
-The worker tracks the level, because only the worker sees every step. Depending on the level, the
-server limits new requests (`ullage_engine.server.request`) and the scheduler limits the batch.
+Levels have hysteresis (see docs/guide/kv-cache.md). The worker tracks the level, because only the
+worker sees every step. Depending on the level, the server limits new requests
+(`ullage_engine.server.request`) and the scheduler limits the batch.
 """
 
 from collections.abc import Callable
@@ -15,25 +16,25 @@ _MEASURE_INTERVAL_S = 1.0
 
 
 def headroom_share(state: WorkerState) -> float:
-    """Return the share of the KV pool that a new request may use, 0 to 1, and 1 without KV."""
+    """Return the fraction of the KV pool that new requests may use, or 1.0 if there is no pool."""
     return state.headroom_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 1.0
 
 
 def ordered_levels(section: DegradeSection) -> tuple[DegradeLevel, ...]:
-    """Return the configured levels in order of severity. The mildest is level 1."""
+    """Return the configured levels ordered by severity, starting with the mildest (level 1)."""
     return tuple(sorted(section.pressure_levels, key=lambda level: level.below, reverse=True))
 
 
 def level_at(section: DegradeSection, number: int) -> DegradeLevel | None:
-    """Return the level with this number, or None for 0, where nothing is limited."""
+    """Return the level with this number, or None for level 0, which has no limits."""
     return ordered_levels(section)[number - 1] if number else None
 
 
 class FreeMemoryMonitor:
     """Monitors the free memory of a device that other processes may also use.
 
-    The safety reserve is free when serving starts. If bytes of this reserve are missing later,
-    other processes have taken them. The same number of bytes of the KV pool is withheld from new
+    The safety reserve is free when serving starts. If part of it is no longer free later, other
+    processes have taken it. The same number of bytes of the KV pool is then withheld from new
     requests, because using them could make this process or the others run out of memory.
     """
 
@@ -44,14 +45,15 @@ class FreeMemoryMonitor:
         clock: Callable[[], float],
         own: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Start to monitor the device with a first measurement.
+        """Start monitoring the device with an initial measurement.
 
         Args:
-            measure: returns the free bytes, and is called now and later at most once a second.
+            measure: returns the free bytes. It is called now, and at most once a second from then
+                on.
             safety_reserve: bytes that should be free.
             clock: returns the time in seconds.
-            own: returns the bytes that this process's allocator has, which may grow into the
-                reserve.
+            own: returns the bytes that this process's allocator holds. Its own growth into the
+                reserve does not count as missing memory.
         """
         self._measure = measure
         self._own = own
@@ -63,7 +65,7 @@ class FreeMemoryMonitor:
         self._missing = 0
 
     def missing_bytes(self) -> int:
-        """Return how many bytes less than expected were free at the last measurement."""
+        """Return how many of the bytes that should be free were missing at the last measurement."""
         if self._clock() - self._measured_at >= _MEASURE_INTERVAL_S:
             self._measured_at = self._clock()
             own_growth = self._own() - self._own_at_start
@@ -76,8 +78,9 @@ class FreeMemoryMonitor:
 class PressureController:
     """Derives the pressure level from the headroom of one KV pool.
 
-    A level is entered as soon as the headroom's share is less than its `below`. It is left when the
-    share reaches `below` + `hysteresis`, or 1 if that sum is larger.
+    The headroom is the fraction of the pool that new requests may use. A level is entered as soon
+    as the headroom drops below the level's `below` setting. It is left once the headroom reaches
+    `below` + `hysteresis`, capped at 1.
     """
 
     def __init__(self, section: DegradeSection) -> None:
@@ -88,17 +91,17 @@ class PressureController:
 
     @property
     def batch_share(self) -> float:
-        """Share of the maximum batch size that the level and the server both allow."""
+        """Fraction of the maximum batch size that both the level and the server allow."""
         level = self._levels[self._number - 1] if self._number else None
         share = 1.0 if level is None or level.batch_share is None else level.batch_share
         return min(share, self._batch_limit)
 
     def limit_batch(self, share: float) -> None:
-        """Limit the share of the maximum batch size at every level. 1 means no limit."""
+        """Cap the batch at a fraction of its maximum size, at every level. 1 means no cap."""
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:
-        """Update the level, and return the state with the new level and its batch limits."""
+        """Update the level from a worker's state, and return the state with the new limits."""
         level = self.update(headroom_share(state))
         return msgspec.structs.replace(
             state,
@@ -108,10 +111,10 @@ class PressureController:
         )
 
     def update(self, headroom_share: float) -> int:
-        """Update the level for a new headroom share.
+        """Update the level for a new headroom, given as a fraction of the KV pool.
 
         Returns:
-            The level, where 0 is none and 1 is the mildest.
+            The level: 0 if there is no pressure, 1 for the mildest level.
         """
         entered = sum(headroom_share < level.below for level in self._levels)
         kept = sum(

@@ -1,8 +1,8 @@
 """Pure functions that attribute a shared GPU's memory to the processes that use it.
 
-A GPU reports its free memory, which changes with every process that uses the GPU: another engine,
-or a killed worker whose memory is still being returned. The ledger counts the bytes of this
-process. The bytes of other processes only limit the KV pool.
+A GPU reports how much memory is free, which also depends on other processes: another engine, or a
+killed worker whose memory is still being released. The ledger tracks this process's memory. Memory
+held by other processes only reduces the size of the KV pool.
 """
 
 import time
@@ -13,32 +13,32 @@ _MIB = 1 << 20
 POLL_S = 0.1
 """Interval between readings of the free memory, in seconds."""
 STABLE_S = 0.5
-"""Seconds without a rise of free memory after which no further rise is expected."""
+"""Seconds without an increase in free memory after which it is considered stable."""
 MAX_WAIT_S = 10.0
-"""Maximum time to wait for memory, in seconds."""
+"""Maximum time to wait for memory to be released, in seconds."""
 
 _RISE_BYTES = 16 * _MIB
-"""Largest increase of free memory, in bytes, that still counts as stable."""
+"""Largest increase in free memory, in bytes, that is ignored as noise."""
 
 _LEAST_OUTSIDE = 128 * _MIB
 """Minimum bytes that CUDA's context, modules and libraries use outside torch's allocator."""
 _MOST_OUTSIDE = 2048 * _MIB
-"""Maximum bytes that this process uses outside torch's allocator.
+"""Maximum bytes outside torch's allocator that are attributed to this process.
 
 Any excess is attributed to other processes.
 """
 
 _PAGE_BYTES = 2 * _MIB
-"""Granularity of the driver's allocations."""
+"""Granularity of the driver's memory allocations in bytes."""
 
 _FREE_AT_LEAST = 32 * _MIB
-"""Bytes that always stay free, for kernels that libraries load later."""
+"""Bytes that are always left free, for kernels that libraries load later."""
 
 _SEGMENT_ROOM = 2 * 20 * _MIB
 """Margin in bytes for rounding in torch's allocator, whose large pool has segments of 20 MiB."""
 
 DIFFERENCE_TOLERANCE = 0.02
-"""Fraction by which the ledger may differ from the driver's values."""
+"""Fraction by which the ledger may differ from what the driver reports."""
 
 
 def wait_for_memory(
@@ -47,20 +47,20 @@ def wait_for_memory(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Wait until the memory of a process that ended has been returned.
+    """Wait until the memory of a process that has exited is released.
 
-    The wait ends when `enough` bytes are free, when no more have become free for `STABLE_S`, or
-    after `MAX_WAIT_S`. Memory that other processes allocate in the meantime does not prolong the
+    The wait ends when `enough` bytes are free, when free memory has not increased for `STABLE_S`,
+    or after `MAX_WAIT_S`. Memory that other processes allocate in the meantime does not prolong the
     wait.
 
     Args:
         read_free: returns the free bytes of the device.
-        enough: number of free bytes at which the wait ends at once.
+        enough: number of free bytes at which the wait ends immediately.
         clock: returns the time in seconds.
         sleep: waits for a number of seconds.
 
     Returns:
-        The free bytes.
+        The number of free bytes.
     """
     started = clock()
     risen_at = started
@@ -79,16 +79,16 @@ def wait_for_memory(
 def largest_share_of_others(
     memory: Sequence[tuple[int, int]], threshold: float
 ) -> tuple[float, int]:
-    """Find the GPU on which other processes hold most of the budget.
+    """Find the GPU on which other processes take up the largest part of the memory budget.
 
     Args:
         memory: free and total bytes of each GPU, before this process allocates memory.
-        threshold: share of a GPU that is the budget.
+        threshold: fraction of a GPU's memory that this process may use, its budget.
 
     Returns:
-        The budget that other processes hold on that GPU, as a share of the GPU's memory, and the
-        GPU's index. If the share is zero or less, other processes hold no part of any GPU's budget.
-        On every GPU, at least `threshold` minus this share is free.
+        How much of the budget other processes hold on that GPU, as a fraction of the GPU's memory,
+        and the GPU's index. If the fraction is zero or less, the whole budget is free on every GPU.
+        At least `threshold` minus this fraction is free on every GPU.
     """
     shares = [threshold - free / total for free, total in memory]
     largest = max(shares)
@@ -98,16 +98,16 @@ def largest_share_of_others(
 def find_own(
     before: Mapping[int, int], during: Mapping[int, int], after: Mapping[int, int], num_bytes: int
 ) -> int | None:
-    """Return the driver's process id for this process, or None if it is ambiguous.
+    """Return the process id under which the driver lists this process, or None if ambiguous.
 
     In a container, the driver may list process ids of the host, and one of them may equal this
-    process's id by chance. So this process is recognised by its memory, which grew by `num_bytes`
-    and shrank again.
+    process's id by chance. This process is therefore recognised by its memory usage, which grew by
+    `num_bytes` and shrank again.
 
     Args:
-        before: bytes of each process before this process allocated, by process id.
-        during: bytes of each process while this process held `num_bytes` more.
-        after: bytes of each process after this process freed `num_bytes`.
+        before: bytes held by each process before the allocation, by process id.
+        during: bytes held by each process while this process held `num_bytes` more.
+        after: bytes held by each process after this process freed `num_bytes`.
         num_bytes: bytes that this process allocated and freed.
     """
 
@@ -123,11 +123,11 @@ def find_own(
 
 
 def own_bytes(listed: int | None, free_before: int, free: int, reserved: int) -> int:
-    """Return the bytes of a GPU that this process holds.
+    """Return how many bytes of a GPU's memory this process holds.
 
     Args:
-        listed: bytes that the driver lists for this process, or None if the driver lists none.
-        free_before: bytes that were free before this process had a context.
+        listed: bytes that the driver reports for this process, or None if it does not report them.
+        free_before: bytes that were free before this process created a CUDA context.
         free: bytes that are free now.
         reserved: bytes of the device that torch's allocator has reserved.
     """
@@ -143,18 +143,18 @@ def own_bytes(listed: int | None, free_before: int, free: int, reserved: int) ->
 def bytes_of_others(
     available: int, free: int, unallocated: int, safety_reserve: int, least: int
 ) -> int:
-    """Return the bytes of a ledger's budget that other processes hold.
+    """Return how many bytes of a ledger's budget other processes hold.
 
-    Bytes that are neither reserved nor free belong to others. The safety reserve yields to the KV
-    of the longest sequence, because a new worker on a full device must be able to continue the
-    requests of its predecessor.
+    Bytes that are neither reserved nor free are attributed to other processes. On a full device,
+    the KV of the longest sequence takes precedence over the safety reserve, so that a new worker
+    can continue the requests of its predecessor.
 
     Args:
         available: bytes of the budget that are not reserved.
         free: bytes of the device that are free.
-        unallocated: bytes that are reserved and not allocated, including the safety reserve.
+        unallocated: bytes that are reserved but not yet allocated, including the safety reserve.
         safety_reserve: bytes that should stay free.
-        least: KV bytes of the longest sequence.
+        least: KV cache bytes that the longest sequence needs.
     """
     unclaimed = free - unallocated
     if unclaimed < least:
@@ -163,9 +163,9 @@ def bytes_of_others(
 
 
 def allocator_fraction(promised: int, outside: int, reserved: int, total: int) -> float:
-    """Return the share of a GPU that torch's allocator may have, 0 to 1.
+    """Return the fraction of a GPU's memory that torch's allocator may use, 0 to 1.
 
-    The allocator's limit counts only its segments, so bytes outside the allocator are subtracted.
+    The allocator's limit counts only its own segments, so memory outside it is subtracted.
 
     Args:
         promised: bytes that the ledger has reserved for this process.
@@ -178,5 +178,5 @@ def allocator_fraction(promised: int, outside: int, reserved: int, total: int) -
 
 
 def differs(allocated: int, measured: int) -> bool:
-    """Return whether the ledger deviates by more than `DIFFERENCE_TOLERANCE` from `measured`."""
+    """Return whether `allocated` deviates from `measured` by more than `DIFFERENCE_TOLERANCE`."""
     return abs(allocated - measured) > DIFFERENCE_TOLERANCE * measured

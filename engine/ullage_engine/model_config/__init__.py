@@ -1,4 +1,4 @@
-"""The shapes, layer kinds and data types of models, read from config.json for each family.
+"""Model shapes, layer types and data types, read from each family's config.json.
 
-This package describes models and computes nothing. It depends on neither weights nor kernels.
+This package describes models and runs no computation. It depends on neither weights nor kernels.
 """

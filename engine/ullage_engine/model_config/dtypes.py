@@ -1,4 +1,4 @@
-"""Names of dtypes, and the choice of the dtype in which a device computes."""
+"""Dtype names, and the choice of the dtype in which a device computes."""
 
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ KvDtype = Literal["auto", "fp8"]
 
 
 def kv_itemsize(kv_dtype: KvDtype, dtype: torch.dtype) -> int:
-    """Return the bytes per KV cache element of a model that computes in `dtype`."""
+    """Return the size in bytes of a KV cache element if the model computes in `dtype`."""
     return torch.float8_e4m3fn.itemsize if kv_dtype == "fp8" else dtype.itemsize
 
 
@@ -31,7 +31,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 def resolve_dtype(
     name: Literal["auto", "float32", "bfloat16", "float16"], device: torch.device
 ) -> torch.dtype:
-    """Return the dtype of weights and activations. auto is bfloat16 if the device supports it."""
+    """Return the dtype of weights and activations.
+
+    With `auto`, it is bfloat16 if the device has instructions for it, otherwise float32.
+    """
     if name != "auto":
         return DTYPES[name]
     fast = device.type == "cuda" or cpu_computes_bfloat16()
@@ -39,7 +42,10 @@ def resolve_dtype(
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a CPU emulates matmuls of this dtype, which is slower than float32."""
+    """Return whether the device is a CPU that has to emulate matmuls in this dtype.
+
+    Emulation is slower than float32.
+    """
     return dtype is torch.bfloat16 and device.type == "cpu" and not cpu_computes_bfloat16()
 
 

@@ -1,4 +1,4 @@
-"""Rules for the keys of config.json, by family. `ullage_engine.model_config.keys` explains them."""
+"""Rules for config.json keys, by family. See `ullage_engine.model_config.keys` for details."""
 
 from ullage_engine.model_config.keys import Key, fixed, harmless, read, same
 

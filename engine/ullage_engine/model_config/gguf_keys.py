@@ -1,7 +1,7 @@
-"""GGUF metadata keys that describe how a model computes, with their names in config.json.
+"""Rules for the GGUF metadata keys that affect how a model computes, and their config.json names.
 
-GGUF keys begin with the name of the architecture, which is omitted here. Other keys, such as
-`general.` and `tokenizer.`, do not describe layers.
+These keys begin with the name of the architecture, which is omitted here. Other keys, such as
+those that begin with `general.` or `tokenizer.`, do not describe layers.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ GGUF_NAMES: Mapping[str, str] = {
     "norm_topk_prob": "expert_weights_norm",
     "sliding_window": "attention.sliding_window",
 }
-"""GGUF metadata key for each config.json key."""
+"""Maps config.json keys to GGUF metadata keys."""
 
 SIGMOID = 2
-"""Value of llama.cpp's expert scoring key that selects a sigmoid, as in LFM2."""
+"""Value of llama.cpp's `expert_gating_func` key that selects a sigmoid, as in LFM2."""
 
 _SOFTMAX_OF_CHOSEN = 3
-"""Value of llama.cpp's expert scoring key that selects a softmax over the chosen experts."""
+"""Value of llama.cpp's `expert_gating_func` key that selects a softmax over the chosen experts."""
 
 _COMMON: dict[str, Key] = {
     **read("as config.json's key of the same meaning", *GGUF_NAMES.values()),
@@ -97,7 +97,7 @@ GGUF_KEYS: Mapping[str, dict[str, Key]] = {
 
 
 def own_keys(metadata: Mapping[str, object], architecture: str) -> dict[str, object]:
-    """Return the metadata that describe layers, without the architecture's name in their keys."""
+    """Return the metadata that describe layers, with the architecture prefix removed from keys."""
     prefix = f"{architecture}."
     return {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)

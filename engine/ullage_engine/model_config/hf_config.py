@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json, and checks every value when it is read."""
+"""Reads a Hugging Face config.json and validates each value on access."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ Json = dict[str, object]
 
 
 class HFConfig:
-    """The object in a config.json, or one of its sections. Errors name the file and the key."""
+    """A config.json or one of its sections. Errors name the file and the key."""
 
     def __init__(self, path: Path, values: Json, *, allows_unknown: bool = False) -> None:
-        """Wrap an object.
+        """Wrap a parsed JSON object.
 
         Args:
             path: the file, for error messages.
-            values: the object.
+            values: the JSON object.
             allows_unknown: whether unknown keys are logged instead of refused.
         """
         self.path = path
@@ -54,26 +54,26 @@ class HFConfig:
         return HFConfig(self.path, value, allows_unknown=self.allows_unknown)
 
     def get(self, key: str, default: object = None) -> object:
-        """Return the value of a key, or `default` if the value is absent or null."""
+        """Return the value of a key, or `default` if the value is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
 
 
 def read_config(folder: Path, *, allows_unknown: bool = False) -> HFConfig:
-    """Read a model's config.json.
+    """Read the config.json in a model's folder.
 
     Raises:
-        WeightsError: if the file is absent, or is not a JSON object.
+        WeightsError: if the file is missing or is not a JSON object.
     """
     path = folder / "config.json"
     return HFConfig(path, read_json(path), allows_unknown=allows_unknown)
 
 
 def read_json(path: Path) -> Json:
-    """Read a file that holds a JSON object.
+    """Read a file that contains a JSON object.
 
     Raises:
-        WeightsError: if the file is absent, or holds another kind of value.
+        WeightsError: if the file is missing or does not contain a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

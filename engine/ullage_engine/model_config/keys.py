@@ -1,8 +1,8 @@
-"""Rules for the keys of a model's configuration: read, harmless, or bound to a value.
+"""Rules for the keys of a model's configuration: read, harmless, or limited to certain values.
 
-Each family has a table that decides for each key of config.json whether the engine honours, ignores
-or refuses the key. docs/reference/model-keys.md is generated from these tables. A key that is in no
-table may change results, so the engine refuses to start unless `model.allow_unknown_config` is set.
+Each family has a table that says for each key in config.json whether the engine honours, ignores or
+refuses it. docs/reference/model-keys.md is generated from these tables. A key that is in no table
+may change results, so the engine refuses to start unless `model.allow_unknown_config` is set.
 """
 
 import logging
@@ -20,13 +20,13 @@ class Key:
     """The rule for one configuration key."""
 
     meaning: str
-    """Meaning of a value that is honoured, or the reason why the key does not affect results."""
+    """What the key means if it is honoured, or why it does not affect results."""
     is_read: bool = False
-    """Whether the engine honours the value."""
+    """Whether the engine honours the key's value."""
     values: tuple[object, ...] = ()
     """Values that have the same effect as omitting the key. The engine refuses other values."""
     same_as: str = ""
-    """Key that must have the same value."""
+    """Name of another key that must have the same value."""
 
 
 Keys = Mapping[str, Key]
@@ -38,25 +38,25 @@ def read(meaning: str, *names: str) -> dict[str, Key]:
 
 
 def harmless(reason: str, *names: str) -> dict[str, Key]:
-    """Return rules that accept any value of these keys, since no result depends on them."""
+    """Return rules that accept any value for these keys, because they do not affect results."""
     return dict.fromkeys(names, Key(reason))
 
 
 def fixed(meaning: str, values: tuple[object, ...], *names: str) -> dict[str, Key]:
-    """Return rules for keys that must be absent, null or one of these values."""
+    """Return rules for keys that must be missing, null, or one of these values."""
     return dict.fromkeys(names, Key(meaning, values=values))
 
 
 def same(meaning: str, name: str, other: str) -> dict[str, Key]:
-    """Return the rule for an alias of a key, which must have the same value as the key."""
+    """Return the rule for a key that is an alias of `other` and must have the same value."""
     return {name: Key(meaning, same_as=other)}
 
 
 def check_keys(section: HFConfig, keys: Keys, where: str = "") -> None:
-    """Refuse keys whose values would change results but are not honoured.
+    """Raise an error if a key would change results but is not supported.
 
     Args:
-        section: the object to check. A key that is null counts as absent.
+        section: the object to check. A key whose value is null counts as missing.
         keys: rules by key.
         where: path of the section for error messages, with a trailing dot.
 
@@ -86,7 +86,7 @@ def check_keys(section: HFConfig, keys: Keys, where: str = "") -> None:
 
 
 def refuse_unknown(section: HFConfig, path: str, value: object) -> None:
-    """Refuse a key that is in no table, or log a warning if unknown keys are allowed.
+    """Raise an error about an unknown key, or log a warning if unknown keys are allowed.
 
     Raises:
         WeightsError: if unknown keys are not allowed.
@@ -110,7 +110,7 @@ def refuse_unknown(section: HFConfig, path: str, value: object) -> None:
 
 
 def _equal(value: object, other: object) -> bool:
-    """Compare JSON values. 1 equals 1.0, but not true."""
+    """Return whether two JSON values are equal. The number 1 equals 1.0 but not `true`."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -1,4 +1,4 @@
-"""The sizes and constants of a model, which are known before any tensor is read."""
+"""Model sizes and constants, all of which are known before any tensor is read."""
 
 from typing import Literal
 
@@ -6,53 +6,53 @@ import msgspec
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The types of mixer and feed-forward in one layer."""
+    """The types of the mixer (attention or convolution) and the feed-forward part of one layer."""
 
     mixer: Literal["attention", "conv"] = "attention"
-    """Kind of the mixer: attention, or LFM2's gated short convolution."""
+    """Type of the mixer: attention, or LFM2's gated short convolution."""
     window: int = 0
-    """Length of the sliding window in tokens, including the token itself, or 0 for all tokens."""
+    """Length of the sliding window in tokens, including the token itself, or 0 if unlimited."""
     feed_forward: Literal["dense", "experts"] = "dense"
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts of a mixture-of-experts layer and how a token chooses among them."""
+    """The experts of a mixture-of-experts layer, and how tokens are routed to them."""
 
     num_experts: int
     experts_per_token: int
     intermediate: int
-    """Width of one expert."""
+    """Width of one expert's hidden layer."""
     scoring: Literal["sigmoid", "softmax"]
     """Function that turns router logits into expert scores.
 
-    LFM2 chooses experts by sigmoid + bias, and weights them by the sigmoids alone. gpt-oss chooses
-    experts by the logits, and weights them by a softmax over the chosen experts.
+    LFM2 selects experts by sigmoid + bias, and weights them by the sigmoids alone. gpt-oss selects
+    experts by their logits, and weights them by a softmax over the selected experts.
     """
     is_normalised: bool = True
-    """Whether the sigmoids of the chosen experts are divided by their sum."""
+    """Whether the sigmoids of the selected experts are divided by their sum."""
     scale: float = 1.0
-    """Factor by which every expert weight is multiplied."""
+    """Factor that is applied to every expert's routing weight."""
     is_biased: bool = False
-    """Whether experts have biases."""
+    """Whether the experts' projections have biases."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and constants of a model, or of the part of it that one rank computes.
+    """Sizes and constants of a model, or of the part that one rank computes.
 
-    `ullage_engine.model_config.registry` creates this object, and the header of prepared weights
-    stores it.
+    `ullage_engine.model_config.registry` creates this object, and it is stored in the header of
+    prepared weights.
     """
 
     architecture: str
-    """Name of the architecture, one of `ullage_engine.model_config.registry`."""
+    """Name of the architecture, one of those in `ullage_engine.model_config.registry`."""
     layers: tuple[LayerSpec, ...]
     first_layer: int = 0
-    """Index of the first of `layers` in the whole model."""
+    """Index of the first of these layers within the whole model."""
     hidden: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Width of a head, from the model's configuration or as hidden / num_heads."""
+    """Width of an attention head, as configured or hidden / num_heads by default."""
     intermediate: int
     """Width of a dense feed-forward layer."""
     vocab: int
@@ -60,22 +60,22 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum sequence length that the model supports, in tokens."""
     rope_theta: float
     rope_factors: list[float] | None = None
-    """The head_dim / 2 divisors of the rotary frequencies, if positions are rescaled."""
+    """The head_dim / 2 divisors of the rotary frequencies, or None without position scaling."""
     rope_scale: float = 1.0
-    """Factor by which cosine and sine are multiplied, such as YaRN's attention factor."""
+    """Factor that is applied to cosine and sine, such as YaRN's attention factor."""
     rms_eps: float
     tied: bool
     """Whether the output projection shares the embedding's weights."""
     has_qk_norm: bool = False
-    """Whether the heads of queries and keys are normalised before the rotary embedding."""
+    """Whether query and key heads are normalised before the rotary embedding."""
     has_attention_bias: bool = False
-    """Whether all four projections of attention add a bias."""
+    """Whether all four attention projections have a bias."""
     has_sinks: bool = False
-    """Whether each query head has a learned logit that takes a share of the softmax."""
+    """Whether each query head has an attention sink, a learned extra logit in the softmax."""
     conv_kernel: int = 0
-    """Number of taps of the short convolutions, including the token's own, or 0 without them."""
+    """Kernel size of the short convolutions in tokens, including the current one, or 0 if none."""
     conv_channels: int = 0
-    """Number of convolution channels on this rank: `hidden`, or this rank's share of `hidden`."""
+    """Number of convolution channels on this rank: all `hidden` channels, or a fraction of them."""
     experts: ExpertsSpec | None = None
 
     @property
@@ -109,14 +109,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_heads * self.head_dim
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Return the size in bytes of one token's keys and values in all attention layers."""
+        """Return the size in bytes of one token's keys and values over all attention layers."""
         return self.num_attention_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
     @property
     def window(self) -> int:
-        """Longest sliding window in tokens, if only some layers have a sliding window.
+        """Longest sliding window in tokens, if only some attention layers have a window.
 
-        The result is 0 if no layer has a window, or every layer has one.
+        The result is 0 if no attention layer or every attention layer has a window.
         """
         windows = [layer.window for layer in self.layers if layer.mixer == "attention"]
         return max(windows, default=0) if 0 in windows else 0
@@ -126,10 +126,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sum(layer.mixer == "attention" and layer.window > 0 for layer in self.layers)
 
     def page_bytes_per_token(self, itemsize: int, *, windowed: bool) -> int:
-        """Return the number of bytes per token in a block.
+        """Return the number of bytes that one token takes up in a KV block.
 
-        With `windowed`, layers with sliding windows have separate blocks. A block then has as many
-        layers as the larger of the two groups. Otherwise a block has all attention layers.
+        With `windowed`, layers with and without sliding windows use separate blocks of equal size,
+        each with room for the larger of the two groups. Otherwise a block covers all attention
+        layers.
         """
         whole = self.kv_bytes_per_token(itemsize)
         if not windowed:
@@ -138,21 +139,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return whole // max(1, self.num_attention_layers) * layers
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the size in bytes of one convolution state: kernel - 1 columns of every layer."""
+        """Return the size of a convolution state in bytes. It has kernel - 1 columns per layer."""
         columns = max(0, self.conv_kernel - 1)
         return self.num_conv_layers * columns * self.conv_channels * itemsize
 
     @property
     def replay_tokens(self) -> int:
-        """Number of tokens to recompute from the zero state to restore a convolution state.
+        """Number of tokens to recompute from a zero state in order to restore a convolution state.
 
-        Each layer's columns depend on kernel - 1 more tokens of the layer below.
+        Each layer's state depends on kernel - 1 additional tokens of the layer below.
         """
         return self.num_conv_layers * max(0, self.conv_kernel - 1)
 
 
 def contradiction(model_config: ModelConfig) -> str | None:
-    """Return a message that explains how these sizes contradict each other, or None."""
+    """Return a message about invalid or contradictory model sizes, or None if there are none."""
     experts = model_config.experts
     sizes = {
         "number of layers": model_config.num_layers,

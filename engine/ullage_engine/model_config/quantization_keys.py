@@ -1,6 +1,6 @@
 """Rules for the keys of quantization_config, by `quant_method`.
 
-`ullage_engine.model_config.keys` explains these rules.
+See `ullage_engine.model_config.keys` for the meaning of these rules.
 """
 
 from ullage_engine.model_config.keys import Key, fixed, harmless, read

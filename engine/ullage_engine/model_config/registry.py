@@ -5,26 +5,27 @@ Llama, SmolLM2 and Qwen3: x += attention(norm(x)); x += mlp(norm(x)), in every l
 attention(x) = softmax(rotate(Q) rotate(K)ᵀ / √d) V, causal, with grouped KV heads
 mlp(x) = down(silu(gate x) · up x)
 
-Qwen3 also normalises each head of Q and K before it is rotated.
+Qwen3 also normalises each head of Q and K before rotation.
 
-LFM2 and its mixtures of experts: most layers have a gated short convolution, others have attention.
+LFM2, dense and mixture-of-experts: most layers have a gated short convolution, others attention.
 
 x += mixer(norm(x)); x += feed_forward(norm(x)), where the mixer is attention with normalised heads
 or the convolution
 
 B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-j};  conv(x) = out(y)
 
-and the feed-forward is down(silu(gate x) · up x), or from layer `num_dense_layers` on the sum of
-four experts, chosen by sigmoid(router x) + bias and weighted by their normalised sigmoids.
+and the feed-forward is down(silu(gate x) · up x). In mixtures of experts, the layers from
+`num_dense_layers` on sum up four experts instead, which are selected by sigmoid(router x) + bias
+and weighted by their normalised sigmoids.
 
 gpt-oss: x += attention(norm(x)); x += experts(norm(x)), in every layer. Every other layer attends
-to a window of 128 tokens. Each head's softmax has one additional entry, a learned attention sink,
-which has no value vector. The four experts with the largest logits are weighted by a softmax over
+to a window of 128 tokens. Each head's softmax includes one additional logit, a learned attention
+sink without a value vector. The four experts with the largest logits are weighted by a softmax over
 these four logits. An expert is
 
 down((up' + 1) · g · sigmoid(1.702 g)),  g = min(gate x, 7),  up' = clamp(up x, -7, 7)
 
-and all of its projections, like those of attention, add a bias.
+and all of its projections have a bias, like those of attention.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,13 +52,13 @@ _GPT_OSS_ROPE: Json = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Default position scaling of a gpt-oss model, for a config.json that defines none."""
+"""Position scaling of gpt-oss models whose config.json does not define any."""
 
 _OLD_KINDS = {"attention": "full_attention"}
-"""Layer kinds in older files, with their current names."""
+"""Maps layer types in older config.json files to their current names."""
 
 _LFM2_TIE_KEYS = ("tie_embedding", "tie_word_embeddings")
-"""Keys of LFM2's config.json that tie the output projection to the embedding."""
+"""Keys in LFM2's config.json that say whether the output projection is tied to the embedding."""
 
 _GGUF_MODEL_TYPES = {
     "llama": "llama",
@@ -66,7 +67,7 @@ _GGUF_MODEL_TYPES = {
     "lfm2moe": "lfm2_moe",
     "gpt-oss": "gpt_oss",
 }
-"""Values of `model_type`, by the architecture name in GGUF files."""
+"""Maps architecture names in GGUF files to values of `model_type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,11 @@ class Names:
     conv_out: str = "conv.out_proj"
     router: str = "feed_forward.gate"
     router_bias: str = "feed_forward.expert_bias"
-    """Name of the router's bias, with its suffix."""
+    """Full name of the router's bias within a layer. No suffix is added."""
     expert: str = "feed_forward.experts.{}."
-    """Prefix of an expert's tensor names, or an empty string if one tensor holds all experts.
+    """Prefix of an expert's tensor names, or an empty string if a single tensor holds all experts.
 
-    The prefix is followed by the last part of `gate`, `up` or `down`.
+    The full name consists of this prefix and the last component of `gate`, `up` or `down`.
     """
     norm: str = "model.norm"
     """Full name of the norm after the last layer, without `.weight`."""
@@ -129,17 +130,18 @@ def _model_config(
     rope_default: Json | None = None,
     **own: Any,
 ) -> ModelConfig:
-    """Create a `ModelConfig` from the keys of a config.json that all families have in common.
+    """Create a `ModelConfig` from the config.json keys that all families have in common.
 
     Args:
         config: the config.json.
         layers: the specification of each layer.
         intermediate: width of a dense feed-forward layer.
         rms_eps: epsilon of the norms.
-        head_dim: the family's default.
-        rope_theta: the family's default.
-        rope_default: the family's default scaling of positions.
-        own: other fields of `ModelConfig`, and fields that have different names in the family.
+        head_dim: the family's default width of a head.
+        rope_theta: the family's default base of the rotary frequencies.
+        rope_default: the family's default position scaling.
+        own: other fields of `ModelConfig`, and overrides for fields that the family treats
+            differently.
     """
     hidden = config.int("hidden_size")
     heads = config.int("num_attention_heads")
@@ -203,10 +205,10 @@ def _llama_config(config: HFConfig, windows: Iterable[int], **own: Any) -> Model
 def _layer_kinds(
     config: HFConfig, served: set[str], kind_of: Callable[[int], str] = lambda _: "full_attention"
 ) -> list[str]:
-    """Return the kind of each layer, from `layer_types` or from the layer's index.
+    """Return the type of each layer, from `layer_types` or, without it, from the layer's index.
 
     Raises:
-        WeightsError: if `layer_types` does not assign a supported kind to each layer.
+        WeightsError: if `layer_types` does not assign a supported type to each layer.
     """
     count = config.int("num_hidden_layers")
     given = config.list("layer_types")
@@ -223,7 +225,7 @@ def _layer_kinds(
 
 
 def _window(config: HFConfig, default: int) -> int | None:
-    """Return the length of the sliding window in tokens, or None if the value is null."""
+    """Return the length of the sliding window in tokens, or None if it is explicitly null."""
     if "sliding_window" in config.values and config.values["sliding_window"] is None:
         return None
     window = config.int("sliding_window", default)
@@ -302,7 +304,10 @@ def _lfm2_layers(config: HFConfig, experts: ExpertsSpec | None) -> list[LayerSpe
 
 
 def _lfm2_attends(config: HFConfig) -> list[bool]:
-    """Return for each layer whether it has attention, from either form of the configuration."""
+    """Return for each layer whether it has attention rather than a convolution.
+
+    The configuration lists either the types of all layers or the indices of attention layers.
+    """
     indices = config.list("full_attn_idxs")
     kinds = _layer_kinds(
         config,
@@ -315,9 +320,9 @@ def _lfm2_attends(config: HFConfig) -> list[bool]:
 def _lfm2_adjusted_width(config: HFConfig) -> int:
     """Return the width of feed-forward layers.
 
-    The width is two thirds of the configured width, times `block_ffn_dim_multiplier`, rounded up to
-    a multiple of `block_multiple_of`. If the configuration marks its width as final, the function
-    returns this width unchanged.
+    The width is two thirds of the configured width, multiplied by `block_ffn_dim_multiplier` and
+    rounded up to a multiple of `block_multiple_of`. If `block_auto_adjust_ff_dim` is false, the
+    configured width is used unchanged.
     """
     given = "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size"
     width = config.int(given)
@@ -368,16 +373,16 @@ def _gpt_oss_layers(config: HFConfig) -> list[LayerSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The reader and the tensor names of one architecture's checkpoints."""
+    """How to read the checkpoints of one model family: a config.json reader and tensor names."""
 
     architecture: str
-    """Name of the family's class in `architectures`."""
+    """Name of the family's class in the `architectures` key of config.json."""
     read: Callable[[HFConfig], ModelConfig]
     names: Names
     is_tied: bool = False
-    """Whether the output projection shares the embedding's weights, unless config.json decides."""
+    """Whether the output projection shares the embedding's weights if config.json does not say."""
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
-    """Keys of config.json that define weight tying. The first key that is present is used."""
+    """Keys in config.json that define weight tying. The first one that is present is used."""
 
 
 FAMILIES = {
@@ -407,7 +412,7 @@ def gguf_model_type(path: Path, architecture: object) -> str:
 def tie(config: HFConfig) -> bool | None:
     """Return whether the output projection shares the embedding's weights.
 
-    The result is None if the configuration does not specify weight tying and the family is unknown.
+    Return None if the configuration does not specify weight tying and the family is unknown.
 
     Raises:
         WeightsError: if the value is neither true nor false.

@@ -1,4 +1,4 @@
-"""Rotary position embedding: converts any configured scaling to frequency divisors and a factor.
+"""Rotary position embedding: converts each kind of position scaling to divisors and a factor.
 
 Position p rotates pair i of a head by the angle p * theta ** (-2i / head_dim) / divisor_i. Cosine
 and sine are multiplied by `Rope.scale`.
@@ -24,7 +24,7 @@ ROPE_KEYS: dict[str, Key] = {
     **fixed("share of a head that is rotated", (1.0,), "partial_rotary_factor"),
     **harmless("where the scaling comes from", "finetuned"),
 }
-"""Rules for the keys that `rope_parameters` and `rope_scaling` have for every type."""
+"""Rules for the keys in `rope_parameters` and `rope_scaling` that apply to every scaling type."""
 
 ROPE_TYPES: dict[str, dict[str, Key]] = {
     "default": {},
@@ -68,9 +68,9 @@ class Rope:
     factors: list[float] | None = None
     """Divisors of the rotary frequencies."""
     scale: float = 1.0
-    """Factor by which cosine and sine are multiplied."""
+    """Factor that is applied to cosine and sine."""
     longest: int | None = None
-    """Longest sequence in tokens for which these constants are valid, or None for any length."""
+    """Longest sequence in tokens for which these constants are valid, or None if unlimited."""
 
 
 def read_rope(
@@ -131,7 +131,7 @@ def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[
 
 
 def _refuse_contradiction(config: HFConfig, modern: HFConfig, old: HFConfig, theta: float) -> None:
-    """Refuse `rope_parameters` that differ from `rope_scaling` or have additional settings."""
+    """Raise an error if `rope_parameters` contradicts `rope_scaling` or has additional settings."""
     base = config.float("rope_theta", theta)
     modern_base = modern.float("rope_theta", base)
 
@@ -180,7 +180,10 @@ def _positive(scaling: HFConfig, name: str, value: float) -> float:
 
 
 def _original(config: HFConfig, scaling: HFConfig) -> int:
-    """Return the context length before extension. A key outside the section takes precedence."""
+    """Return the original context length, before position scaling extended it.
+
+    A value at the top level of config.json takes precedence over the one in the section.
+    """
     key = "original_max_position_embeddings"
     original = config.int(key, scaling.int(key, config.int("max_position_embeddings")))
     _positive(scaling, key, original)
@@ -188,10 +191,10 @@ def _original(config: HFConfig, scaling: HFConfig) -> int:
 
 
 def _llama3_factors(scaling: HFConfig, theta: float, head_dim: int, original: int) -> list[float]:
-    """Return Llama 3.1's divisors, as in its reference implementation.
+    """Return the frequency divisors of Llama 3.1, as in its reference implementation.
 
-    The divisor is `factor` for long wavelengths, 1 for short wavelengths, and a blend between these
-    limits.
+    The divisor is `factor` for long wavelengths and 1 for short ones. In between, it is
+    interpolated.
     """
     factor = _factor(scaling)
     low = scaling.float("low_freq_factor")
@@ -214,8 +217,8 @@ def _llama3_factors(scaling: HFConfig, theta: float, head_dim: int, original: in
 def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, original: int) -> Rope:
     """Return YaRN's constants (Peng et al., 2023).
 
-    High frequencies, which rotate often within the original context, are kept. Low frequencies are
-    divided by `factor`. Frequencies in between are blended along a ramp of dimensions.
+    High frequencies, which complete many turns within the original context, are kept. Low
+    frequencies are divided by `factor`. Frequencies in between are interpolated with a linear ramp.
     """
     factor = _factor(scaling, config.int("max_position_embeddings") / original)
     # Zero means the default here, as in transformers.
@@ -223,7 +226,10 @@ def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, orig
     slow = scaling.float("beta_slow", 1.0) or 1.0
 
     def dimension(turns: float) -> float:
-        """Return the index of the frequency with this many turns within the original context."""
+        """Return the fractional index of a frequency.
+
+        It is the frequency that makes `turns` full turns within the original context.
+        """
         wavelength = original / (_positive(scaling, "beta", turns) * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
@@ -259,10 +265,10 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
 def _longrope(
     config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, original: int
 ) -> Rope:
-    """Return LongRoPE's constants (Ding et al., 2024) for sequences of the original context.
+    """Return LongRoPE's constants (Ding et al., 2024) for sequences up to the original context.
 
-    Longer sequences would rotate every position differently, so the KV of shorter sequences could
-    not be reused.
+    Longer sequences would need different constants, which rotate every position differently. The KV
+    of shorter sequences could then not be reused.
     """
     short = _divisors(scaling, "short_factor", head_dim)
     long = _divisors(scaling, "long_factor", head_dim)

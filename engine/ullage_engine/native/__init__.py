@@ -1,6 +1,6 @@
 """The C++ library for CPUs: matmuls with quantised weights, attention, and whole steps.
 
-The library handles only shapes and addresses, and must not depend on models or requests. Its code
+The library works on shapes and addresses only, and must not depend on models or requests. Its code
 is in `src/` and is compiled when the package is built. If the library is missing or the processor
-lacks AVX2, the layers compute with torch alone.
+lacks AVX2, the layers fall back to torch.
 """

@@ -1,7 +1,7 @@
 """The exit status of a process that aborts because memory ran out.
 
-Python raises MemoryError. Rust aborts instead, and so does C++ code that may not throw. SIGABRT
-alone does not show the reason.
+Python raises MemoryError in this case. Rust aborts instead, and so does C++ code that must not
+throw. The resulting SIGABRT does not reveal the reason.
 """
 
 import contextlib
@@ -12,9 +12,10 @@ LIBRARY = Path(__file__).with_name("libullage.so")
 
 
 def end_aborts_for_memory(status: int) -> None:
-    """Make this process exit with `status` if it aborts while the kernel gives it no memory.
+    """Make this process exit with `status` if it aborts because memory ran out.
 
-    Other aborts keep their status. Without the C++ library, this function has no effect.
+    The exit status of other aborts does not change. Without the C++ library, this function has no
+    effect.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(str(LIBRARY)).ullage_end_aborts(ctypes.c_int64(status))

@@ -1,7 +1,6 @@
 """The interface to the C++ library: the structures of `src/abi.h`, and the compute threads.
 
-All scalar fields are 64 bits wide. All pointers are addresses of memory that the caller keeps
-alive.
+All scalar fields are 64 bits wide. All pointers refer to memory that the caller keeps alive.
 """
 
 import ctypes
@@ -19,26 +18,26 @@ log = logging.getLogger("ullage.engine.native")
 PATH = aborts.LIBRARY
 
 TILE_ROWS = 16
-"""Number of weight matrix rows in a tile."""
+"""Number of weight matrix rows that are stored together as one tile."""
 
 BLOCK_TOKENS = 16
-"""Tokens per KV block. Attention reads blocks in place."""
+"""Tokens per KV block, which attention reads in place."""
 
 VECTOR = 16
-"""Number of elements that every instruction set reads and sums together.
+"""Number of elements that are read and summed together, with every instruction set.
 
-The lengths of rows are multiples of this number.
+Row lengths must be multiples of this number.
 """
 
 PORTABLE = "portable"
-"""The portable instruction set: plain loops that run on every processor.
+"""Name of the portable implementation: plain loops that run on every processor.
 
-Tests compare the results of all other instruction sets with it, bit by bit. No model is served with
-it.
+It is the reference in tests, which all other instruction sets must match bit for bit. It is never
+used to serve a model.
 """
 
 INSTRUCTION_SETS = (PORTABLE, "avx2", "avx512")
-"""Instruction sets of the library, in ascending order.
+"""Instruction sets that the library supports, in ascending order.
 
 A processor that supports one of them also supports all earlier ones. All instruction sets produce
 bit-identical results (docs/reasons/decisions/0052-one-order-of-sums.md).
@@ -52,7 +51,7 @@ _NO_MEMORY = -2
 
 
 class Matrix(ctypes.Structure):
-    """A weight matrix [rows, columns] in tiles, see `ullage_engine.quantization.formats`."""
+    """A tiled weight matrix [rows, columns] (see `ullage_engine.quantization.formats`)."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -64,7 +63,7 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """One layer of a decoder. Vectors are float32, or null pointers if absent."""
+    """One decoder layer. Vectors are float32, or null pointers if the layer does not have them."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("mixer_norm", "mlp_norm", "q_norm", "k_norm")),
@@ -75,7 +74,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """Sizes, layers and buffers of a decoder."""
+    """The sizes, layers and scratch buffers of a decoder."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "num_heads")),
@@ -100,7 +99,7 @@ class Model(ctypes.Structure):
 
 
 class Chunk(ctypes.Structure):
-    """Consecutive tokens of one sequence."""
+    """Consecutive tokens of one sequence that are computed in the same step."""
 
     _fields_ = (
         *((name, c_int64) for name in ("row", "num_rows", "start", "num_replayed")),
@@ -111,7 +110,7 @@ class Chunk(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The rows of a step, and the addresses of its results."""
+    """The input of one step, with one row per token, and the addresses of its results."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_rows", "num_chunks", "num_sampled")),
@@ -121,7 +120,7 @@ class Step(ctypes.Structure):
 
 
 class Draw(ctypes.Structure):
-    """The sampling parameters for one row of logits, and the sampled token."""
+    """The sampling parameters for one row of logits, and the token sampled with them."""
 
     _fields_ = (
         *((name, c_double) for name in ("temperature", "top_p", "min_p", "noise")),
@@ -132,7 +131,7 @@ class Draw(ctypes.Structure):
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Load the library. If the library cannot be used, log the reason and return None."""
+    """Load the library, or log why it cannot be used and return None."""
     try:
         library = ctypes.CDLL(str(PATH))
     except OSError as error:
@@ -161,7 +160,7 @@ def load() -> ctypes.CDLL | None:
 
 @cache
 def instruction_set() -> str | None:
-    """Return the instruction set that the library uses on this machine, or None if unusable."""
+    """Return the instruction set that the library uses here, or None if it cannot be used."""
     library = load()
     if library is None:
         return None
@@ -207,10 +206,10 @@ class Team:
             raise ValueError("the workspace of each thread is smaller than the library needs")
 
     def multiply(self, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, model: Model) -> None:
-        """Write the product of x [rows, columns] and the matrix to out [rows, matrix rows].
+        """Write the product of x [rows, columns] and the transposed matrix to out.
 
-        Both x and out are float32. `model` provides the buffers for rounded rows. Its other fields
-        are not read.
+        The shape of out is [rows, matrix rows]. Both x and out are float32. Of `model`, only the
+        buffers for rounded rows are used.
         """
         arguments = (ctypes.addressof(matrix), x.data_ptr(), x.shape[0], out.data_ptr())
         self._library.ullage_multiply(self._team, *arguments, ctypes.addressof(model))
@@ -219,7 +218,7 @@ class Team:
         """Sample a token from each row of logits, float32 [rows, vocab], contiguous.
 
         Returns:
-            A token for each row, or -1 if no logit of the row is greater than -inf.
+            A token for each row, or -1 for a row in which no logit is greater than -inf.
         """
         own = (Draw * len(draws))(*draws)
         rows, vocab = logits.shape
@@ -233,8 +232,8 @@ class Team:
     def log_masses(self, logits: torch.Tensor) -> torch.Tensor:
         """Return log(sum(exp(logit - max))) for each row, float32 [rows, 1].
 
-        The logits have the same type and shape as for `sample`. Each row must have a logit greater
-        than -inf.
+        The logits must have the same type and shape as for `sample`. Each row must have a logit
+        greater than -inf.
         """
         rows, vocab = logits.shape
         out = torch.empty(rows, 1)
@@ -248,5 +247,5 @@ class Team:
 
 @cache
 def shared_team(num_threads: int) -> Team:
-    """Return the compute threads of this process, which all models share."""
+    """Return the process-wide compute threads, which all models share."""
     return Team(num_threads)

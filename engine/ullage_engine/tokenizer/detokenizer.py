@@ -1,7 +1,7 @@
 """Converts tokens to text as they arrive, in whole characters and without stop strings.
 
 Bytes of an incomplete character are held back, and so is text that may be the beginning of a stop
-string. The cost of a token does not depend on the length of the text before it.
+string. The cost per token does not depend on the length of the preceding text.
 """
 
 import codecs
@@ -18,8 +18,8 @@ class TokenBytes:
     """The bytes that each token adds to the text. Special tokens add none.
 
     Attributes:
-        problem: reason why tokens cannot be converted to text, because the decoder is neither
-            byte-level nor SentencePiece with byte fallback, or "" if tokens can be converted.
+        problem: error message if tokens cannot be converted to text, because the decoder is neither
+            byte-level nor SentencePiece with byte fallback, otherwise "".
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -42,7 +42,7 @@ class TokenBytes:
         return b"" if token_id in self._special else self.spelling(token_id)
 
     def spelling(self, token_id: int) -> bytes:
-        """Return the bytes of a token, special or not, or b"" for an id without a token."""
+        """Return the bytes of a token, special or not, or b"" if no token has this id."""
         text = self._known.get(token_id)
         if text is None:
             added = self._added.get(token_id)
@@ -55,7 +55,7 @@ class TokenBytes:
 
 
 class TextPiece(NamedTuple):
-    """New text, and the stop string that ended the text, or "" if the text has not ended."""
+    """New text, and the stop string that terminated it, or "" if more text may follow."""
 
     text: str
     stop_string: str
@@ -64,9 +64,9 @@ class TextPiece(NamedTuple):
 class Detokenizer:
     """Converts the tokens of one answer to text as they arrive.
 
-    The concatenated pieces, including the result of `flush`, are the decoded text of all tokens up
-    to the stop string that is completed first. If one character completes two stop strings, the
-    longer stop string is used. With `special_tokens`, special tokens are also part of the text.
+    All returned texts together, including the result of `flush`, form the decoded text up to the
+    first stop string. If one character completes two stop strings, the longer one is used. With
+    `special_tokens`, the text includes special tokens.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Detokenizer:
         self._stops = StopMatcher(stop_strings)
 
     def push(self, token_id: int) -> TextPiece:
-        """Add a token and return new text. No tokens may be added after a stop string was found."""
+        """Add a token and return the new text. Do not call again once a stop string was found."""
         return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
 
     def flush(self) -> TextPiece:
@@ -92,7 +92,7 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Finds the first of several strings in text that arrives in pieces (Knuth-Morris-Pratt)."""
+    """Finds the first stop string in text that arrives incrementally (Knuth-Morris-Pratt)."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         # Longest first, so that the longer of two matches at one character wins.
@@ -102,7 +102,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> TextPiece:
-        """Add text, and return the part that can no longer belong to a stop string."""
+        """Add text, and return the text that can no longer be part of a stop string."""
         if not self._stops:
             return TextPiece(text, "")
 
@@ -117,13 +117,13 @@ class StopMatcher:
         return TextPiece(pending[:kept], "")
 
     def flush(self) -> str:
-        """Return the text that was held back, because no more text will follow."""
+        """Return the text that is still held back. Call this once no more text will follow."""
         held = self._held
         self._held = ""
         return held
 
     def _advance(self, character: str) -> str:
-        """Add one character. Return the stop string that it completes, or an empty string."""
+        """Add one character, and return the stop string that it completes, or ""."""
         completed = ""
         for index, stop in enumerate(self._stops):
             matched = self._matched[index]
@@ -136,7 +136,11 @@ class StopMatcher:
 
 
 def _borders(text: str) -> list[int]:
-    """Return for each prefix the length of its longest proper prefix that is also its suffix."""
+    """Compute the Knuth-Morris-Pratt failure function.
+
+    For each prefix of `text`, it gives the length of the longest proper prefix that is also a
+    suffix.
+    """
     borders = [0] * len(text)
     length = 0
     for place in range(1, len(text)):
@@ -156,12 +160,12 @@ def _speller(decoder: str) -> Callable[[str], bytes]:
 
 
 def _spell_nothing(token: str) -> bytes:
-    """Return no bytes, because the tokenizer's decoder is not supported."""
+    """Return no bytes, as a placeholder for an unsupported decoder."""
     return b""
 
 
 class _ByteLevelSpelling:
-    """Converts GPT-2's printable characters, one for every byte, back to bytes."""
+    """Converts tokens back to bytes by undoing GPT-2's mapping of bytes to printable characters."""
 
     def __init__(self) -> None:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -178,7 +182,7 @@ class _ByteLevelSpelling:
 
 
 def _spell_sentencepiece(token: str) -> bytes:
-    """Convert SentencePiece's text to bytes: `▁` is a space and `<0xE2>` a byte."""
+    """Convert a SentencePiece token to bytes. `▁` stands for a space and `<0xE2>` for a byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
     return token.replace("\u2581", " ").encode()

@@ -1,8 +1,8 @@
 """Sampling parameters that a model's authors recommend, in generation_config.json or GGUF metadata.
 
 Every key is honoured, ignored because it does not affect sampling, or refused with an error that
-gives its name and value. If a key were ignored silently, answers would differ from what the authors
-intend.
+gives its name and value. Silently ignoring a relevant key would produce answers that the authors
+did not intend.
 """
 
 import math
@@ -127,7 +127,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "watermarking_config": (),
     }
 )
-"""Unsupported keys, with the values that have no effect. Null has no effect either."""
+"""Unsupported keys, with the values at which they have no effect. Null always has no effect."""
 
 _GGUF_PREFIX = "general.sampling."
 _GGUF_TAKEN: Mapping[str, str] = MappingProxyType(
@@ -140,7 +140,7 @@ _GGUF_TAKEN: Mapping[str, str] = MappingProxyType(
     }
 )
 _GGUF_HARMLESS = frozenset({"sequence", "penalty_last_n"})
-"""Ignored keys: samplers have a fixed order here, and penalties always cover the whole text."""
+"""Keys that are ignored, because sampler order is fixed and penalties cover the whole text."""
 _GGUF_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "mirostat": (0,),
@@ -154,11 +154,11 @@ _GGUF_DEPENDENT: Mapping[str, str] = MappingProxyType(
         "xtc_threshold": "xtc_probability",
     }
 )
-"""Keys that only have an effect together with another key, which is refused if it has an effect."""
+"""Maps each ignored key to the key that enables it, which is refused if it has an effect."""
 
 
 class GenerationError(Exception):
-    """A recommended value is not supported. The message gives the key, the value and the remedy."""
+    """A recommended value is unsupported. The message names the key, the value and the remedy."""
 
 
 def sampling_defaults(config: Values) -> SamplingDefaults:
@@ -189,7 +189,7 @@ def sampling_defaults(config: Values) -> SamplingDefaults:
 
 
 def gguf_sampling_defaults(metadata: Values) -> SamplingDefaults:
-    """Return the sampling parameters that GGUF metadata recommend under `general.sampling`.
+    """Return the sampling parameters that GGUF metadata recommends under `general.sampling`.
 
     Raises:
         GenerationError: if a value is not valid or requires an unsupported feature.
@@ -214,7 +214,7 @@ def _check_neutral(key: str, value: object, neutral: tuple[object, ...]) -> None
 
 
 def _number(field: str, value: object, key: str = "") -> float | int:
-    """Return a number after checking that a request could also set this value."""
+    """Return a number, after checking that it is a value that a request could set."""
     key = key or field
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GenerationError(f"{key} is {value!r}, not a number; {_REMEDY}")

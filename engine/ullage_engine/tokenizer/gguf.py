@@ -1,7 +1,7 @@
-"""Rebuilds a `tokenizers.Tokenizer` from GGUF metadata: byte-level BPE, as GPT-2 introduced it.
+"""Rebuilds a byte-level BPE tokenizer, as introduced by GPT-2, from GGUF metadata.
 
-GGUF stores vocabulary, merges and token types, but only a name for the pre-tokenizer. The splits
-below are those of each family's published tokenizer.json.
+GGUF stores the vocabulary, merges and token types, but only the name of the pre-tokenizer. The
+rules below for splitting text are those of each family's published tokenizer.json.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,14 +34,14 @@ class _Kind:
     """How a family of byte-level BPE tokenizers splits text before merging."""
 
     split: str = ""
-    """Regular expression that matches one piece, or an empty string for GPT-2's expression."""
+    """Regular expression that matches one word to tokenise, or "" for GPT-2's expression."""
     single_digits: bool = False
-    """Whether every digit is split off as a separate piece before the expression is applied."""
+    """Whether every digit becomes a separate word before the expression is applied."""
     whole_words: bool = False
-    """Whether a piece that is in the vocabulary becomes one token without merging."""
+    """Whether a word that is in the vocabulary becomes one token without applying merges."""
     normal_form: Literal["", "NFC"] = ""
     adds_bos: bool = False
-    """Whether text begins with the beginning-of-sequence token if the file does not specify it."""
+    """Whether a beginning-of-sequence token is added by default if the file does not say so."""
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -69,14 +69,14 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 class UnsupportedTokenizer(Exception):
-    """The metadata describe a tokenizer that cannot be rebuilt.
+    """The metadata describes a tokenizer that cannot be rebuilt.
 
     The message names the key, its value and the remedy.
     """
 
 
 def build_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
-    """Build the tokenizer that the `tokenizer.ggml.*` metadata describe.
+    """Build the tokenizer that the `tokenizer.ggml.*` metadata describes.
 
     Raises:
         UnsupportedTokenizer: if a key is missing or has a value that is not supported.
@@ -105,7 +105,7 @@ def build_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
 def _post_processor(
     metadata: Mapping[str, Value], tokenizer: Tokenizer, kind: _Kind
 ) -> processors.PostProcessor | None:
-    """Create the post-processor that adds special tokens to raw text, or None if it adds none."""
+    """Create the post-processor that adds special tokens to raw text, or None if none are added."""
     special = special_token_ids(metadata)
     added = {
         "bos_token": _flag(metadata, "tokenizer.ggml.add_bos_token", kind.adds_bos),
@@ -180,10 +180,10 @@ def _pre_tokenizer(kind: _Kind) -> pre_tokenizers.PreTokenizer:
 
 
 def _added_tokens(metadata: Mapping[str, Value], tokens: list[str]) -> Iterator[AddedToken]:
-    """Yield the tokens that are matched whole in text: control tokens and user-defined ones.
+    """Yield the tokens that are never split: control tokens and user-defined tokens.
 
-    Control tokens are omitted when decoding. A token that is named like a known end token is a
-    control token, even if the file gives the token another type.
+    Control tokens are skipped when decoding. A token with the name of a known end token is treated
+    as a control token, even if the file gives it another type.
     """
     ends = end_names(metadata)
     for token_id, token in enumerate(tokens):

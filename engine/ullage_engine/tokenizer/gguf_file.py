@@ -1,4 +1,4 @@
-"""Reads the metadata of a GGUF file, without numpy and without reading any tensor.
+"""Reads the metadata of a GGUF file without using numpy or reading any tensors.
 
 A file begins with its metadata: magic `GGUF`, version (uint32), tensor count and pair count
 (uint64), then pairs of (string key, uint32 type, value). A string is a uint64 length and UTF-8
@@ -33,13 +33,13 @@ _SCALARS = {
 """`struct` formats of scalar values, by GGUF value type. Strings and arrays are read separately."""
 
 _SIZE = struct.Struct("<Q")
-"""Format of a string's length."""
+"""`struct` format of a string's length."""
 
 Value = int | float | bool | str | list["Value"]
 
 
 class GgufError(Exception):
-    """The file is not a readable GGUF file. The message is one line that names the file."""
+    """The file is not a readable GGUF file. The message is a single line that names the file."""
 
 
 def read_metadata(path: Path) -> dict[str, Value]:
@@ -53,7 +53,7 @@ def read_metadata(path: Path) -> dict[str, Value]:
 
 
 def read_architecture(path: Path) -> Value | None:
-    """Read the architecture of a GGUF file, without reading the metadata that follow it.
+    """Read the architecture of a GGUF file without reading the metadata that follows it.
 
     Raises:
         GgufError: if the file is missing, is not a GGUF file, or ends before the architecture.
@@ -76,14 +76,14 @@ def _opened(path: Path) -> Iterator["_Reader"]:
 
 
 class _Reader:
-    """A cursor over the mapped file. Reading beyond its end raises struct.error or IndexError."""
+    """A cursor over the mapped file. Reading past the end raises struct.error or IndexError."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
 
     def pairs(self) -> Iterator[tuple[str, Value]]:
-        """Yield the key-value pairs from the beginning of the file."""
+        """Yield the key-value pairs in the order in which the file stores them."""
         if self._take(4) != MAGIC:
             raise ValueError("the file does not begin with GGUF")
         version = self._scalar("I")
@@ -120,7 +120,7 @@ class _Reader:
         return self._take(int(self._scalar("Q"))).decode("utf-8", "replace")
 
     def _strings(self, count: int) -> list[Value]:
-        """Read many strings with few Python calls, since a vocabulary has about 100,000."""
+        """Read an array of strings with few Python calls, since a vocabulary has about 100,000."""
         data = self._data
         at = self._at
         texts = list[Value]()

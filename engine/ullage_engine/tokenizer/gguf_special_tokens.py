@@ -1,4 +1,4 @@
-"""The special tokens that GGUF metadata name, and the tokens that end an answer."""
+"""The special tokens defined in GGUF metadata, and the tokens that end an answer."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -23,10 +23,10 @@ _SPECIAL_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mask_token": ("mask",),
     }
 )
-"""Names of special tokens in chat templates, mapped to names in `tokenizer.ggml.*_token_id`."""
+"""Maps the names of special tokens in chat templates to those in `tokenizer.ggml.*_token_id`."""
 
 _ENDS = ("eos", "eot", "eom")
-"""Names in `tokenizer.ggml.*_token_id` of the tokens that end a sequence, a turn or a message."""
+"""Names, in `tokenizer.ggml.*_token_id`, of tokens that end a sequence, a turn or a message."""
 
 END_TOKENS = frozenset(
     {
@@ -56,7 +56,7 @@ END_TOKENS = frozenset(
 )
 """Names of tokens that end an answer, as in llama.cpp.
 
-Files with several end tokens often give the id of only one of them.
+They are recognised by name, because files with several end tokens often give only one of their ids.
 """
 
 _NO_ENDS: tuple[tuple[frozenset[str], str], ...] = (
@@ -66,13 +66,16 @@ _NO_ENDS: tuple[tuple[frozenset[str], str], ...] = (
     # Gemma 4 has the end token of its predecessors for another purpose.
     (frozenset({"<|tool_response>"}), "</s>"),
 )
-"""Sets of token names, each with a name that is no end token in vocabularies with that set."""
+"""Exceptions to `END_TOKENS`, as pairs of a set of token names and one more name.
+
+If a vocabulary contains all tokens in the set, the token with that name is not an end token.
+"""
 
 
 def special_token_ids(metadata: Mapping[str, Value]) -> dict[str, int]:
     """Return the ids of special tokens, by their names in chat templates.
 
-    If a file names no end-of-sequence token, the first other end token is used in its place.
+    If a file does not define an end-of-sequence token, the first other end token takes its place.
     """
     ids = {}
     for name, keys in _SPECIAL_TOKENS.items():
@@ -86,10 +89,10 @@ def special_token_ids(metadata: Mapping[str, Value]) -> dict[str, int]:
 
 
 def end_token_ids(metadata: Mapping[str, Value]) -> tuple[int, ...]:
-    """Return the tokens that end generation.
+    """Return the ids of all tokens that end generation.
 
-    These are the end-of-sequence, end-of-turn and end-of-message tokens that the metadata give, and
-    all tokens with known names of end tokens.
+    These are the end-of-sequence, end-of-turn and end-of-message tokens given in the metadata, and
+    all tokens that are recognised as end tokens by name.
     """
     tokens = metadata.get("tokenizer.ggml.tokens")
     names = end_names(metadata)
@@ -109,8 +112,8 @@ def _ids(metadata: Mapping[str, Value], names: Iterable[str]) -> list[int]:
 def end_names(metadata: Mapping[str, Value]) -> dict[str, int]:
     """Return the end tokens that are recognised by name, with their ids.
 
-    A name that BPE merges can produce is an ordinary word, such as `</s>` in a vocabulary of source
-    code, unless the file gives the token a special type.
+    If BPE merges can produce a token, it is an ordinary word rather than an end token, unless the
+    file gives it a special type. An example is `</s>` in a vocabulary for source code.
     """
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):
@@ -133,7 +136,7 @@ def token_type(metadata: Mapping[str, Value], token_id: int) -> Value:
 
 
 def _merged(metadata: Mapping[str, Value]) -> frozenset[str]:
-    """Return the names of end tokens that BPE merges can produce."""
+    """Return the `END_TOKENS` names that BPE merges can produce from ordinary text."""
     merges = metadata.get("tokenizer.ggml.merges")
     texts = (str(merge).replace(" ", "", 1) for merge in merges) if isinstance(merges, list) else ()
     return END_TOKENS.intersection(texts)

@@ -1,8 +1,8 @@
 """The model's tokenizer, from a tokenizer.json or rebuilt from a GGUF file's metadata.
 
-The model's files also define special tokens, chat templates and sampling parameters. Text is
-converted to token ids in two ways. The tokenizer adds special tokens around raw text. It adds none
-around a rendered chat template, because the template itself contains them.
+The model's files also define special tokens, chat templates and sampling parameters. Raw text and
+rendered chat templates are tokenised differently: special tokens are added around raw text, but not
+around a rendered chat template, which already contains them.
 """
 
 import json
@@ -30,7 +30,7 @@ log = logging.getLogger("ullage.engine")
 Json = Mapping[str, object]
 
 TEMPLATE_FILE = "chat_template.jinja"
-"""File with the default chat template. It replaces the templates in tokenizer_config.json."""
+"""File with the default chat template. It overrides the templates in tokenizer_config.json."""
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Folder with additional chat templates."""
 
@@ -44,42 +44,42 @@ _NO_DEFAULT = (
 
 
 class TokenizerError(Exception):
-    """The model's tokenizer cannot be used. The message is one line with file name and remedy."""
+    """The model's tokenizer cannot be used. The one-line message names the file and the remedy."""
 
 
 @dataclass(frozen=True)
 class ModelTokenizer:
-    """A tokenizer, with the settings from the model's files that define how to use it."""
+    """A tokenizer, together with the settings in the model's files that affect its use."""
 
     tokenizer: Tokenizer
     json_bytes: bytes
-    """Contents of a tokenizer.json."""
+    """The tokenizer, serialised as the contents of a tokenizer.json."""
     chat_template: str
-    """Jinja source, or an empty string if the model has no chat template."""
+    """Jinja source of the chat template, or an empty string if the model has none."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end generation."""
+    """Ids of the tokens that end generation."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Texts of special tokens by their names in templates, such as `bos_token`."""
     tool_chat_template: str = ""
     """Jinja source for conversations with tools, or an empty string if `chat_template` is used."""
     chat_adds_bos: bool = False
-    """Whether `bos_token` is added to a rendered conversation that does not begin with it."""
+    """Whether `bos_token` is prepended to rendered conversations that do not begin with it."""
     sampling_defaults: SamplingDefaults = field(default_factory=dict)
     """Sampling parameters for requests that omit them."""
 
     @property
     def bos_token(self) -> str:
-        """Text of the beginning-of-sequence token, empty if there is none."""
+        """Text of the beginning-of-sequence token, or "" if there is none."""
         return self.special_tokens.get("bos_token", "")
 
     @property
     def eos_token(self) -> str:
-        """Text of the end-of-sequence token, empty if there is none."""
+        """Text of the end-of-sequence token, or "" if there is none."""
         return self.special_tokens.get("eos_token", "")
 
     @property
     def add_bos(self) -> bool:
-        """Whether `bos_token` is added in front of raw text."""
+        """Whether `bos_token` is prepended to raw text."""
         return bool(self.bos_token) and self.affixes.prefix == (self._bos_id,)
 
     @cached_property
@@ -93,23 +93,23 @@ class ModelTokenizer:
         return token_id
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the ids of raw prompt text, adding missing special tokens around the text."""
+        """Tokenise raw prompt text, adding any missing special tokens around it."""
         return self.affixes.around(self._encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the ids of a rendered chat template, with a leading BOS token if `chat_adds_bos`.
+        """Tokenise a rendered chat template, prepending a BOS token if `chat_adds_bos`.
 
         Special tokens in the text are recognised.
         """
         return self.begin(self._encode(text))
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Return a conversation's ids, with a leading BOS token if `chat_adds_bos`."""
+        """Prepend a BOS token to a conversation's ids if `chat_adds_bos` and it is missing."""
         bos_id = self._bos_id if self.chat_adds_bos else None
         return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of the tokens, without special tokens."""
+        """Convert token ids to text, skipping special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _encode(self, text: str) -> list[int]:
@@ -118,7 +118,7 @@ class ModelTokenizer:
 
 
 def load_tokenizer(path: Path, generation_defaults: bool = False) -> ModelTokenizer:
-    """Read the tokenizer from a model directory or from a GGUF file.
+    """Load the tokenizer from a model directory or a GGUF file.
 
     Args:
         path: the directory or the file.
@@ -195,10 +195,10 @@ def _from_directory(path: Path, generation_defaults: bool) -> ModelTokenizer:
 
 
 def _tokenizer_config(path: Path) -> Json:
-    """Return tokenizer_config.json.
+    """Read tokenizer_config.json, taking special_tokens_map.json into account.
 
-    If tokenizer_config.json lists no added tokens, special_tokens_map.json overrides its values, as
-    in transformers.
+    As in transformers, special_tokens_map.json overrides the configuration unless the latter lists
+    added tokens.
     """
     config = _read_json(path / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
@@ -207,7 +207,7 @@ def _tokenizer_config(path: Path) -> Json:
 
 
 def _special_tokens(config: Json) -> dict[str, str]:
-    """Return the texts of special tokens, given as strings or as objects with `content`."""
+    """Return the texts of special tokens, which are stored as strings or objects with `content`."""
     more = config.get("extra_special_tokens")
     texts = {str(k): _text(value) for k, value in more.items()} if isinstance(more, dict) else {}
     texts |= {name: _text(value) for name, value in config.items() if name.endswith("_token")}
@@ -221,10 +221,10 @@ def _text(value: object) -> str:
 
 
 def _chat_templates(path: Path, config: Json) -> tuple[str, str]:
-    """Return the template for conversations without tools and the template for those with tools.
+    """Return the chat templates for conversations without tools and with tools.
 
-    The templates are in separate files or in the configuration. Several templates in the
-    configuration have names. A template that does not exist is an empty string.
+    They are stored in separate files or in tokenizer_config.json, which may hold one template or
+    several named ones. A template that does not exist is returned as an empty string.
     """
     templates = _template_files(path) or _configured_templates(path, config)
     if templates and "default" not in templates:
@@ -286,7 +286,7 @@ def _eos_ids(path: Path, tokenizer: Tokenizer, eos_token: str) -> tuple[int, ...
 
 
 def _token_ids(path: Path, value: object) -> list[int]:
-    """Return the token ids in the value of `eos_token_id`, which is null, an id or a list."""
+    """Return the token ids given by `eos_token_id`, which may be null, an id or a list of ids."""
     token_ids = list[int]()
     values = value if isinstance(value, list) else [] if value is None else [value]
     for item in values:
@@ -328,7 +328,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Json:
-    """Read a JSON object from an optional file. Return an empty object if the file is absent."""
+    """Read a JSON object from an optional file. Return an empty object if the file is missing."""
     if not path.is_file():
         return {}
     try:
