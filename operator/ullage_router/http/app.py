@@ -42,8 +42,8 @@ class App:
 
     Args:
         service: Serves requests.
-        monitoring: Serves /stats and /metrics, or None if another port does.
-        more: Routes of the console, or None if another port serves the console or it is off.
+        monitoring: Serves /stats and /metrics, or None if they are served on another port.
+        more: Routes of the console, or None if the console is off or served on another port.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class App:
 
 
 async def _answer_options(allowed: str, request: Request, reply: Reply) -> None:
-    """Answer an OPTIONS request, and refuse a method that the path does not allow."""
+    """Answer an OPTIONS request, or refuse a method that the path does not allow."""
     allow = (b"allow", allowed.encode())
     if request.method == "OPTIONS":
         await reply.whole(HTTPStatus.NO_CONTENT, [allow], b"")
@@ -169,15 +169,15 @@ class _SmallPages:
 def _sampling_defaults(model: Model) -> dict[str, float]:
     """Return the model's recommended sampling parameters, which requests use by default.
 
-    The protobuf fields are float32, so 0.7 arrives slightly smaller. Rounding to seven digits
-    restores the value.
+    The protobuf fields are float32, so 0.7 arrives as a slightly smaller number. Rounding to seven
+    digits restores the original value.
     """
     fields = model.description.sampling_defaults.ListFields()
     return {field.name: float(f"{value:.7g}") for field, value in fields}
 
 
 def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[str, Endpoint]]:
-    """Return endpoints by path and method. A path with a final slash matches its whole subtree."""
+    """Return endpoints by path and method. A path with a trailing slash matches its subtree."""
     pages = _SmallPages(service)
     chat = GenerateEndpoint(service, CHAT)
     completion = GenerateEndpoint(service, COMPLETION)

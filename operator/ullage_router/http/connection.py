@@ -1,4 +1,4 @@
-"""Handles an HTTP/1.1 connection with uvicorn's protocol and limits on time, size and memory."""
+"""Extends uvicorn's HTTP/1.1 connection with limits on time, size and memory."""
 
 import asyncio
 import enum
@@ -29,7 +29,7 @@ from ullage_router.http.messages import REFUSAL, ASGIApp, Headers, Message, Scop
 MAX_PIPELINED = 16
 """Number of pipelined requests that may wait for earlier replies before parsing stops."""
 PARSED_BYTES = 4 << 10
-"""Maximum number of bytes that one step parses, so that a step yields few requests."""
+"""Maximum number of bytes parsed at a time, so that few requests are parsed at once."""
 WRITE_BUFFER_BYTES = 16 << 10
 """Number of unread reply bytes at which the next reply waits for the client.
 
@@ -41,16 +41,16 @@ STARTED_PER_TURN = 16
 Starting a thousand requests at once would delay other requests' tokens and the engines' reports.
 """
 FRAMING_BYTES_PER_BYTE = 8
-"""Bytes of chunk framing allowed per body byte. A one-byte chunk needs five bytes of framing."""
+"""Allowed bytes of chunk framing per byte of body. A one-byte chunk has five bytes of framing."""
 EVENTS_PER_TURN = 1024
-"""Maximum number of headers and body pieces parsed per connection and event loop iteration."""
+"""Maximum number of headers and body chunks parsed per connection and event loop iteration."""
 _UPGRADE = frozenset({b"connection", b"upgrade", b"http2-settings"})
 
 log = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
-    """The part of a request that the client sends next. In CLOSED, received bytes are discarded."""
+    """What the client is expected to send next. In CLOSED, received bytes are discarded."""
 
     OPENED = enum.auto()
     HEAD = enum.auto()
@@ -104,15 +104,16 @@ class ConnectionState(ServerState):
 class Cycle(RequestResponseCycle):
     """A request and its reply.
 
-    The head of a reply is sent together with the first part of the body. Parts that are written in
-    one iteration of the event loop are sent together. All headers come from this program, so
-    uvicorn's two regular-expression checks per header are skipped, which saves 12 us per request.
+    The headers of a reply are sent together with the first part of the body. Parts of the body
+    that are written in the same event loop iteration are combined. All headers come from this
+    program, so uvicorn's two regular-expression checks per header are skipped, which saves 12 us
+    per request.
     """
 
     is_framed = True
     """Whether the client supports chunked bodies.
 
-    In HTTP/1.0, closing the connection ends the body.
+    HTTP/1.0 clients do not, so the end of the body is marked by closing the connection.
     """
     task: asyncio.Task[None] | None = None
     _head = b""
@@ -121,7 +122,7 @@ class Cycle(RequestResponseCycle):
     _is_flush_due = False
 
     async def run_asgi(self, app: ASGIApp) -> None:  # type: ignore[override]
-        """Run the application once the client has read the earlier replies on the connection."""
+        """Run the application once the client has read the connection's earlier replies."""
         self.task = asyncio.current_task()
         # Without this wait, unread replies to pipelined requests would fill the memory.
         await self.flow.drain()
@@ -196,8 +197,8 @@ class Cycle(RequestResponseCycle):
 class Flow(FlowControl):
     """Flow control that resumes reading only after all received bytes are parsed.
 
-    uvicorn resumes after each reply to a pipelined request, and each read returns up to 256 KiB of
-    requests.
+    uvicorn's own flow control would resume reading after each reply to a pipelined request, and
+    each read may return another 256 KiB of requests.
     """
 
     unparsed = b""
@@ -212,8 +213,9 @@ class Flow(FlowControl):
 class HTTPConnection(HttpToolsProtocol):
     """uvicorn's protocol with size and time limits, in-order error replies and cancellation.
 
-    Cycles use the connection as their transport. The connection therefore tracks how many bytes the
-    client has read, and can close without losing a reply.
+    A cycle, which answers one request, writes through the connection instead of the socket. The
+    connection therefore knows how many bytes the client has read, and can close without losing a
+    reply.
     """
 
     flow: Flow
@@ -230,26 +232,26 @@ class HTTPConnection(HttpToolsProtocol):
         self._shared = server_state
         self._limits = server_state.limits
         self._answered: Cycle | None = None
-        """The cycle that is being answered now, or that will be answered next."""
+        """The request that is being answered now, or that will be answered next."""
 
         self._opened = self.loop.time()
         self._phase = Phase.OPENED
         self._phase_began = self._opened
-        """Time at which the phase began. The end of a previous reply resets this time."""
+        """Time at which the phase began. Reset when a previous reply ends."""
         self._ticked_at = self._opened
 
         self._budget = self._limits.max_head_bytes
-        """Number of bytes that may still arrive before the head ends or more of the body comes."""
+        """Number of bytes that may still arrive without ending the head or adding to the body."""
         self._num_events = 0
-        """Number of headers and body pieces received in this event loop iteration."""
+        """Number of headers and body chunks parsed in this event loop iteration."""
 
         self._is_closing = False
         self._written_bytes = 0
-        """Number of bytes that cycles have written."""
+        """Total number of reply bytes written to the connection."""
         self._sent_bytes = 0
         """Number of written bytes that the kernel had accepted at the last call of `tick`."""
         self._sent_at = self._opened
-        """Time of the last `tick` at which more bytes had been sent or no bytes were unsent."""
+        """Time of the last `tick` that saw progress: bytes were sent, or none were left to send."""
 
     # The event loop's calls.
 
@@ -310,7 +312,7 @@ class HTTPConnection(HttpToolsProtocol):
             self.close()
 
     def abort(self) -> None:
-        """Close the connection at once, and discard unsent bytes."""
+        """Close the connection immediately, and discard unsent bytes."""
         self.transport.abort()
 
     def tick(self, now: float) -> None:
@@ -357,7 +359,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.transport.write(data)
 
     def is_closing(self) -> bool:
-        """Return whether the connection accepts no more replies."""
+        """Return whether the connection has stopped accepting replies."""
         return self._is_closing
 
     def close(self) -> None:
@@ -402,9 +404,10 @@ class HTTPConnection(HttpToolsProtocol):
             self._parse(self.flow.unparsed)
 
     def _parse(self, data: bytes) -> None:
-        """Parse until too many requests wait, or until enough headers and body pieces are parsed.
+        """Parse received bytes until a limit is reached.
 
-        The limits are MAX_PIPELINED and EVENTS_PER_TURN. The remaining bytes are kept, and reading
+        At most MAX_PIPELINED requests may wait, and at most about EVENTS_PER_TURN headers and body
+        chunks are parsed per event loop iteration. If bytes remain, they are kept, and reading
         pauses until they are parsed.
         """
         start = 0
@@ -450,8 +453,8 @@ class HTTPConnection(HttpToolsProtocol):
     def _withdraw_upgrade(self) -> None:
         """Parse a request head again without its Upgrade headers.
 
-        After a head with Upgrade, the parser expects the other protocol. But clients that only
-        offer HTTP/2, such as Java's client, continue with the body of their HTTP/1.1 request.
+        After a head with an Upgrade header, the parser expects the other protocol. But a client
+        that merely offers HTTP/2, such as Java's, continues with the body of its HTTP/1.1 request.
         """
         method = self.parser.get_method()
         version = self.parser.get_http_version().encode()
@@ -474,10 +477,10 @@ class HTTPConnection(HttpToolsProtocol):
             self._enter(Phase.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header from a request head, and drop trailers, which follow a body's last chunk.
+        """Keep a header of a request head, and drop trailers, which follow the last body chunk.
 
-        Neither this server nor a proxy checks trailers as it checks heads. The first header above
-        the limit is kept, so that the head is refused.
+        Trailers are dropped because neither this server nor a proxy checks them as it checks
+        headers. The first header beyond the limit is kept, so that the head is then refused.
         """
         self._num_events += 1
         if self._phase is Phase.HEAD and len(self.headers) <= self._limits.max_headers:
@@ -533,7 +536,7 @@ class HTTPConnection(HttpToolsProtocol):
         return head_error(version, headers)
 
     def on_body(self, body: bytes) -> None:
-        """Add a piece to the body of the current request."""
+        """Append received bytes to the body of the current request."""
         self._num_events += 1
         if self._phase is Phase.BODY:
             # A piece of the body pays for the framing that follows it. Trailers get no budget,
@@ -543,7 +546,7 @@ class HTTPConnection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End the current request, so that the head of the next request may arrive."""
+        """Complete the current request, and get ready for the head of the next one."""
         if self._phase is Phase.BODY:
             self._budget = self._limits.max_head_bytes
             self._enter(Phase.IDLE)
@@ -552,7 +555,7 @@ class HTTPConnection(HttpToolsProtocol):
     # From requests to replies.
 
     def _new_cycle(self, is_kept_alive: bool) -> Cycle:
-        """Queue the reply to the request whose head was parsed last, after all earlier replies."""
+        """Queue the request whose head was just parsed. It is answered after all earlier ones."""
         self.cycle = cycle = Cycle(
             scope=self.scope,
             transport=cast(asyncio.Transport, self),
@@ -574,7 +577,7 @@ class HTTPConnection(HttpToolsProtocol):
         return cycle
 
     def _refuse(self, error: ServiceError) -> None:
-        """Stop reading, and let the application send an error after the earlier replies."""
+        """Stop reading, and have the application send an error after the earlier replies."""
         phase = self._phase
         if phase is Phase.CLOSED:
             return
@@ -606,9 +609,9 @@ class HTTPConnection(HttpToolsProtocol):
 
 
 def _tune(sock: socket.socket) -> None:
-    """Set socket options to send tokens at once and to keep few unsent bytes in the kernel.
+    """Set socket options so that tokens are sent immediately and the kernel buffers few bytes.
 
-    The other unsent bytes stay in this process, where they are bounded.
+    The remaining unsent bytes stay in this process, where their number is capped.
     """
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

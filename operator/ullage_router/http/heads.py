@@ -1,4 +1,4 @@
-"""Refuse request heads that a proxy and this server could read in different ways.
+"""Refuse request heads that a proxy and this server could interpret differently.
 
 Such a head lets a client smuggle a request past the checks of a proxy (RFC 9112, section 11.2).
 """

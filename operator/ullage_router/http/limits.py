@@ -18,17 +18,20 @@ class HTTPLimits:
     max_headers: int = 100
     max_body_bytes: int = 8 << 20
     max_held_bytes: int = 256 << 20
-    """Maximum total size of bodies that are arriving or waiting to become prompts, in bytes.
+    """Maximum total size in bytes of bodies that are being received or await conversion to prompts.
 
     The limit covers all connections.
     """
     max_long_bytes: int = MAX_LONG_BYTES
-    """Maximum total size of long bodies that are arriving or held at a time, in bytes."""
+    """Maximum total size of long bodies that are being received or held at a time, in bytes."""
     max_handled_bytes: int = MAX_HANDLED_BYTES
     """Maximum total size of long bodies that are being converted to prompts, in bytes."""
     max_connections: int = 20_000
     max_age_s: float = 600.0
-    """Age in seconds at which a connection closes after a reply, so clients spread over routers."""
+    """Age in seconds after which a connection closes, so that clients rebalance across routers.
+
+    The connection closes after a reply.
+    """
     head_timeout_s: float = 10.0
     """Maximum seconds from the first byte of a request to the end of its headers."""
     body_timeout_s: float = 30.0
@@ -38,26 +41,29 @@ class HTTPLimits:
     stall_timeout_s: float = 60.0
     """Maximum seconds for which a client may leave a reply unread."""
     linger_s: float = 2.0
-    """Seconds for which the bytes after a refused request are read and discarded.
+    """Seconds for which further bytes are read and discarded after a request is refused.
 
-    If the connection were closed at once, a client that is still sending could lose the reply.
+    If the connection were closed immediately, a client that is still sending could miss the reply.
     """
 
 
 @dataclass(slots=True)
 class BodyRoom:
-    """Memory budget for bodies that are not prompts yet, shared by all connections of a server."""
+    """Memory budget for request bodies, shared by all connections of a server.
+
+    A body counts until it has been converted to a prompt.
+    """
 
     limit: int
     """Maximum total size of all bodies, in bytes. One tenant gets at most half of this."""
     taken: int = 0
     """Number of bytes in use."""
     long_bodies: LongBodies = field(default_factory=LongBodies)
-    """Grants the turns in which long bodies are received."""
+    """Limits how many long bodies are received at a time."""
     handled: LongBodies = field(
         default_factory=lambda: LongBodies(MAX_HANDLED_BYTES, MAX_HANDLED_BYTES)
     )
-    """Grants the turns in which long bodies are converted to prompts."""
+    """Limits how many long bodies are converted to prompts at a time."""
     _of_tenants: dict[str, int] = field(default_factory=dict)
     """Number of bytes in use, by tenant."""
 

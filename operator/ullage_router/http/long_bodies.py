@@ -1,12 +1,12 @@
-"""Grants turns to long request bodies, to bound their memory in a process.
+"""Makes long request bodies take turns, to cap the memory that they use in a process.
 
-A long body takes two turns in succession:
+A long body takes two turns, one after the other:
 
- * A turn to arrive. Only a few bodies arrive at a time. The other bodies wait at their clients, and
-   no more of their bytes are received. A client that is slow while others wait loses its turn.
- * A turn to become a prompt. Even fewer bodies are parsed at a time, since parsing takes up to six
-   times the bytes of a body. No client can delay this turn: a request that waits for anything
-   outside this router gives its turn back.
+ * A turn to be received. Only a few bodies are received at a time. The router stops reading the
+   other bodies until their turn comes. A client that is slow while others wait loses its turn.
+ * A turn to be converted to a prompt. Even fewer bodies are parsed at a time, since parsing takes
+   up to six times the size of a body. No client can hold up this turn, because a request that
+   waits for anything outside this router gives its turn back.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LONG_BODY_BYTES = 1 << 20
-"""Maximum size in bytes of a body that needs no turn."""
+"""Size in bytes above which a body must take turns."""
 MAX_LONG_BYTES = 16 << 20
-"""Maximum total declared size in bytes of long bodies that are arriving or held.
+"""Maximum total declared size in bytes of long bodies that are being received or are held.
 
 One tenant gets at most half of this.
 """
@@ -27,20 +27,20 @@ MAX_HANDLED_BYTES = 8 << 20
 TURN_TIMEOUT_S = 20.0
 """Maximum number of seconds that a body waits for its turn."""
 IDLE_TIMEOUT_S = 2.0
-"""Maximum seconds for which a body with a turn may be too slow while other bodies wait."""
+"""Maximum seconds for which a body may arrive too slowly in its turn while other bodies wait."""
 MIN_BYTES_PER_S = 512 << 10
 """Rate in bytes per second below which a body is too slow."""
 
 
 @dataclass(slots=True, eq=False)
 class BodyTurn:
-    """A long body's turn to arrive or to become a prompt."""
+    """A long body's turn to be received or to be converted to a prompt."""
 
     size: int
     """Maximum number of bytes that the body may have."""
     tenant: str
     idle_s: float = 0.0
-    """Seconds spent waiting for the body's bytes so far, minus the credit for arrived bytes."""
+    """Seconds spent waiting for the client so far, reduced for each byte that has arrived."""
     idle_since: float | None = None
     """Start of the current wait for the body's bytes, on the event loop's clock, or None."""
     timeout: asyncio.Timeout | None = None
@@ -53,11 +53,11 @@ class BodyTurn:
         return self.idle_since + max(0.0, IDLE_TIMEOUT_S - self.idle_s)
 
     def add(self, num_bytes: int) -> None:
-        """Count arrived bytes, which offset earlier waiting time but not later waiting time."""
+        """Count received bytes. They offset past waiting time, but not future waiting time."""
         self.idle_s = max(0.0, self.idle_s - num_bytes / MIN_BYTES_PER_S)
 
     def lose(self) -> None:
-        """Revoke the turn, and end the wait of the body's reader with TimeoutError."""
+        """Revoke the turn, and make the code that waits for the body raise TimeoutError."""
         self.is_lost = True
         if self.timeout and not self.timeout.expired():
             self.timeout.reschedule(asyncio.get_running_loop().time())
@@ -82,7 +82,7 @@ class LongBodies:
         self._waiting: OrderedDict[str, deque[tuple[BodyTurn, asyncio.Future[None]]]] = (
             OrderedDict()
         )
-        """Queued turns by tenant, served from the first tenant that may have a turn."""
+        """Queued turns by tenant. Tenants are served in this order, and then move to the end."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def take(self, size: int, tenant: str) -> BodyTurn:
@@ -109,14 +109,14 @@ class LongBodies:
         return turn
 
     def shrink(self, turn: BodyTurn, size: int) -> None:
-        """Release the bytes of the turn that a complete body did not need."""
+        """Shrink a turn to the actual size of the complete body, and release the other bytes."""
         self._taken[turn.tenant] -= turn.size - size
         turn.size = size
         self._give_turns()
 
     @contextlib.contextmanager
     def awaited(self, turn: BodyTurn, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Count the duration of a `with` block as time spent waiting for the body's client.
+        """Count the duration of the `with` block as time spent waiting for the body's client.
 
         Args:
             turn: The turn of the body.
@@ -167,7 +167,7 @@ class LongBodies:
         return total <= self._limit and self._taken[tenant] + size <= most
 
     def _make_room(self) -> None:
-        """Revoke the turn of the slowest body that blocks others, now or when its time is over."""
+        """Revoke the turn of the slowest body that blocks others, now or when its time runs out."""
         if self._timer:
             self._timer.cancel()
             self._timer = None

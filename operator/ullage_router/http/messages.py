@@ -29,16 +29,17 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON = "application/json"
 """The required content type of a body.
 
-Browsers let a page send text and forms to any server without a CORS preflight.
+This keeps foreign web pages out, because browsers let a page send text and forms, but not JSON, to
+any server without a CORS preflight.
 """
 REFUSAL = "ullage.refusal"
 """ASGI scope key of the ServiceError that the connection detected in the request."""
 MAX_DISCARDED_BYTES = 64 << 10
-"""Maximum length of an unread body that is discarded. For a longer body, the connection closes."""
+"""Maximum bytes of an unread body to discard. If the body is longer, the connection closes."""
 
 
 class Body:
-    """A request body. The reader takes its bytes, so that no other frame keeps them alive.
+    """A request body whose bytes can be taken once, so that no other frame keeps them alive.
 
     Attributes:
         num_bytes: Size of the body in bytes.
@@ -49,7 +50,7 @@ class Body:
         self._data = data
 
     def take(self) -> bytes:
-        """Return the bytes, and drop the reference to the bytes. Call this method only once."""
+        """Return the bytes, and drop this object's reference to them. Call this only once."""
         data = self._data
         del self._data
         return data
@@ -77,9 +78,9 @@ class Request:
         self._has_failed = False
         self._taken_bytes = 0
         self._turn: BodyTurn | None = None
-        """The turn in which a long body arrives."""
+        """The turn in which a long body is being received, or None."""
         self._handled: BodyTurn | None = None
-        """The turn in which a long body becomes a prompt."""
+        """The turn in which a long body is being converted to a prompt, or None."""
         self._tenant = ""
 
     @property
@@ -103,7 +104,8 @@ class Request:
         """Whether the connection must close with the reply.
 
         The connection must close if the rest of the body is too long to discard or has an unknown
-        length. A client that waits for `100 Continue` may or may not send its body after a refusal.
+        length. It must also close if the client expects `100 Continue`, because such a client may
+        or may not send its body after a refusal.
         """
         if self._is_read:
             return False
@@ -119,7 +121,7 @@ class Request:
     def end_turn(self) -> None:
         """End the turn of a long body.
 
-        Call this method once the body has become a prompt or will not become one, or when the
+        Call this method once the body has been converted to a prompt or never will be, or when the
         request waits for anything outside this router. The parsed values still occupy memory until
         `release`.
         """
@@ -207,7 +209,7 @@ class Request:
         return buffer.getvalue()
 
     async def _read_long(self, buffer: io.BytesIO, has_more: bool) -> None:
-        """Read the rest of a long body in its turn, then wait for its turn to become a prompt."""
+        """Read the rest of a long body in its turn, then wait for its turn to be parsed."""
         bodies = self._room.long_bodies
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:
@@ -230,7 +232,7 @@ class Request:
         The memory of the part is charged to the tenant.
 
         Args:
-            num_before: Bytes of the earlier parts.
+            num_before: Number of bytes in the earlier parts.
 
         Raises:
             ServiceError: The body is malformed or too large, or there is not enough memory for it.
@@ -277,7 +279,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": body})
 
     def start(self, status: int, headers: Headers) -> None:
-        """Set the head of the reply, which is sent with the first part of the body."""
+        """Set the status and headers, which are sent with the first part of the body."""
         if self._request.ends_connection:
             headers = [*headers, (b"connection", b"close")]
         if self.headers:
@@ -294,9 +296,9 @@ class Reply:
             await self._write(message)
 
     def nudge(self, data: bytes) -> None:
-        """Send a part without waiting, such as a keep-alive comment.
+        """Send an optional part of the body, such as a keep-alive comment, without waiting.
 
-        If this part is still unsent when the next part comes, the next part replaces it. A client
+        If this part is still unsent when the next part is sent, the next part replaces it. A client
         that still has other data to read does not need this part.
         """
         if not self.is_complete and (self._nudge is None or self._nudge.done()):

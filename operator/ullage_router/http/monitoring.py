@@ -2,12 +2,12 @@
 
 /metrics         metrics in Prometheus' text format
 /stats           the router's state, as JSON
-/measures        a JSON list with one item, the `PoolReport`s by pool
-/measures/wait   the same list, once a pool at zero replicas is needed, or after `WAIT_S`
+/measures        a JSON list with one item, an object of `PoolReport`s by pool
+/measures/wait   the same, but sent once a pool with zero replicas is needed, or after `WAIT_S`
 /console         the console, if enabled (`console/console.py`)
 
-/measures is a list because a router of version 0.1.0 could have several processes, each with one
-item. During an upgrade, an operator reads reports from routers of both versions.
+/measures is a list because a router of version 0.1.0 could have several processes, each of which
+contributed one item. During an upgrade, an operator reads reports from routers of both versions.
 """
 
 import logging

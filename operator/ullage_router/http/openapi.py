@@ -1,7 +1,7 @@
 """The OpenAPI 3.1 document of the HTTP API, generated from the structures that parse requests.
 
 The schemas of request bodies come from those structures, and the schemas of responses from
-`openai/answers.py`. A server route that this module does not describe raises an error.
+`openai/answers.py`. If this module lacks a description of a server route, generation fails.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,11 +40,11 @@ REFUSING: tuple[type[Unsupported | EmbeddingsRequest], ...] = (
     CompletionRequest,
     EmbeddingsRequest,
 )
-"""Request bodies with fields that are refused if their value has an effect."""
+"""Request bodies with unsupported fields, which are refused if their value has an effect."""
 
 
 def refused_fields(body: type[Unsupported | EmbeddingsRequest]) -> tuple[str, ...]:
-    """Return the names of a body's fields that are refused if their value has an effect."""
+    """Return the names of a body's unsupported fields."""
     if issubclass(body, EmbeddingsRequest):
         return tuple(body.NEUTRAL)
     return Unsupported.__struct_fields__
@@ -307,7 +307,10 @@ class Schemas:
         return schema
 
     def _complete(self, name: str) -> None:
-        """Add the schemas of a structure's fields that the types do not describe."""
+        """Add schemas for the fields of a structure whose types are not precise enough.
+
+        These are fields that are decoded later, and unsupported fields.
+        """
         for (struct, unread), kind in RAW_FIELDS.items():
             if struct.__name__ == name:
                 self._set(name, unread, self.of(kind))

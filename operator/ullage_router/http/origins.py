@@ -1,13 +1,14 @@
 """Decides which web pages may use a router, by checking Host and Origin and by CORS.
 
 A router on a loopback address serves its own machine, where a browser may also run the pages of
-foreign sites. A foreign page may send requests to 127.0.0.1, which `Origin` reveals. Or the page's
-host name resolves to 127.0.0.1 after the page was loaded (DNS rebinding), and the browser treats
-the router as the page's own server. Then only `Host` reveals the page. The same holds for
-connections from a forwarder, such as `kubectl port-forward`, over the loopback interface of a pod.
+foreign sites. Such a page can reach the router in two ways. It may send requests to 127.0.0.1,
+which `Origin` reveals. Or its host name is changed to resolve to 127.0.0.1 after the page was
+loaded (DNS rebinding), so that the browser treats the router as the page's own server. In that
+case, only `Host` reveals the page. The same holds for connections from a forwarder, such as
+`kubectl port-forward`, over the loopback interface of a pod.
 
 Other connections arrive over a network that controls who may connect, often through a proxy with
-other host names. So their Host and Origin are not checked.
+other host names. Their Host and Origin are therefore not checked.
 """
 
 import functools
@@ -31,7 +32,7 @@ _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 MAX_HOST = 253 + len(".:65535")
 """Maximum length of a Host header: the longest DNS name, with the root's dot and a port."""
 KEPT_NAMES = 256
-"""Number of hosts whose check results are cached. Nearly all requests have the same host."""
+"""Number of hosts whose check results are cached. Nearly all requests name the same host."""
 _METHODS = b"GET, HEAD, POST, OPTIONS"
 _EXPOSED = (
     b"retry-after, x-request-id, x-should-retry, x-ratelimit-limit-requests, "
@@ -50,9 +51,9 @@ class OriginGuard:
         serve: Serves all other requests.
         host: The address on which the server listens, or None for all addresses.
         cors: Origins that may use the API. None allows only pages of the router itself.
-        is_api: Whether this is the API's port. On a forwarder's connection, the API checks only
-            requests with an Origin, which browsers send. The metrics port checks requests for all
-            pages except the pages that machines read.
+        is_api: Whether this is the API's port or the metrics port. On connections from a forwarder,
+            the API's port checks only requests with an Origin, which browsers send. The metrics
+            port checks all requests except those for pages that machines read.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class OriginGuard:
         await self._serve(request, reply)
 
     def _check(self, request: Request, origin: str | None) -> None:
-        """Check that the request cannot come from a foreign page.
+        """Refuse the request if a foreign page may have sent it.
 
         Raises:
             ServiceError: A foreign page may have sent the request.
@@ -186,7 +187,7 @@ def _is_local(host: str) -> bool:
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Return whether a page of the router itself sent the request.
+    """Return whether one of the router's own pages sent the request.
 
     The schemes are not compared, since they may differ behind a proxy.
     """

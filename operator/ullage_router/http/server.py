@@ -24,8 +24,8 @@ SHUTDOWN_TIMEOUT_S = 2.0
 class HTTPServer:
     """Serve HTTP/1.1 on sockets that are already bound.
 
-    uvicorn's own `Server` has no time limit for TLS handshakes, and cannot send clients to another
-    process before it stops.
+    uvicorn's own `Server` is not used, because it has no time limit for TLS handshakes and cannot
+    send clients to another process before it stops.
 
     Args:
         serve: Serves the requests.
@@ -91,7 +91,7 @@ class HTTPServer:
         await self._all_closed(within_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting connections, and wait until requests on open connections are answered.
+        """Stop accepting connections, and wait until all open requests are answered.
 
         Args:
             grace_s: Seconds after which connections that are still open are aborted.

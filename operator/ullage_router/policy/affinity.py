@@ -1,19 +1,19 @@
-"""Remembers which engine has the prefix of a request in its caches.
+"""Remembers which engine has a request's prefix cached.
 
-A session goes to the engine of its last turn. Any other request goes to the engine that computed
-the longest known prefix of its prompt. Prompts are hashed block by block, each block together with
-all blocks before it, as in the engines' prefix caches. Sessions and prefixes are kept in LRU tables
-of fixed size. A wrong guess costs only time, so hashes need not resist collisions, and only the
-first MAX_PREFIX_BLOCKS blocks of a long prompt are compared.
+A session goes to the engine that served its last turn. Any other request goes to the engine that
+computed the longest known prefix of its prompt. Prompts are hashed block by block, each block
+together with all blocks before it, as in the engines' prefix caches. Sessions and prefixes are kept
+in LRU tables of fixed size. A wrong guess costs only time, so hashes need not resist collisions,
+and only the first MAX_PREFIX_BLOCKS blocks of a long prompt are compared.
 
 Another router process may have placed a request that this one does not remember. All processes
 choose the same two engines for a session, or for a prompt's first block, by consistent hashing
 (Karger et al., "Consistent Hashing and Random Trees", 1997). A session therefore finds its caches
 no matter which process receives its next turn.
 
-A tenant's entries are invisible to other tenants. When a table is full, a tenant with more than an
-equal share loses an entry. Neither other tenants' traffic nor `Pick` requests that only announce
-traffic can take a tenant's share away.
+A tenant's entries are invisible to other tenants. When a table is full, an entry is evicted from a
+tenant that uses more than an equal share of the table. A tenant within its share keeps its entries,
+no matter how much traffic other tenants send or merely announce with `Pick` requests.
 """
 
 import functools
@@ -27,7 +27,7 @@ import msgspec
 from ullage_common.config.router import AffinitySection
 
 RING_POINTS = 40
-"""Number of points per engine on the hash ring. More points even out the engines' shares."""
+"""Number of points per engine on the hash ring. More points spread requests more evenly."""
 PREFIX_BLOCK_TOKENS = 64
 """Number of tokens per hashed block."""
 MAX_PREFIX_BLOCKS = 64
@@ -35,7 +35,7 @@ MAX_PREFIX_BLOCKS = 64
 
 
 class CacheKey(msgspec.Struct, frozen=True):
-    """The key under which the tables look up a request's prefix, computed once per request."""
+    """The lookup key of a request in the session and prefix tables, computed once per request."""
 
     session: str
     prefixes: tuple[int, ...]
@@ -44,19 +44,24 @@ class CacheKey(msgspec.Struct, frozen=True):
 
     @property
     def session_hashes(self) -> tuple[int, ...]:
-        """Hash of the session (empty if the request has no session)."""
+        """A tuple with the hash of the session (empty if the request has no session)."""
         return (hash(self.session),) if self.session else ()
 
     @property
     def point(self) -> int | None:
-        """The request's point on the ring, or None if it has neither a session nor a block."""
+        """The request's position on the hash ring.
+
+        None if the request has no session and its prompt is shorter than one block.
+        """
         if self.session:
             return _point(f"{self.tenant}\0session\0{self.session}")
         return _point(f"{self.tenant}\0block\0{self.prefixes[0]}") if self.prefixes else None
 
 
 class HashRing:
-    """A consistent hash ring: an engine that joins or leaves moves only its own share of requests.
+    """A consistent hash ring, on which each engine owns several points.
+
+    If an engine joins or leaves, only the requests that map to that engine move.
 
     Args:
         engines: keys of the engines.
@@ -66,7 +71,7 @@ class HashRing:
         ring = sorted(point for engine in engines for point in _engine_points(engine))
         self._points = [point for point, _ in ring]
         self._nearest: list[tuple[str, ...]] = [()] * len(ring)
-        """For each point, its engine and the next different engine on the ring, if there is one."""
+        """For each point, the engine that owns it and the next different engine, if any."""
 
         # Go around twice: the last points' next engines are at the ring's beginning.
         nearest: tuple[str, ...] = ()
@@ -77,7 +82,7 @@ class HashRing:
             self._nearest[i % len(ring)] = nearest
 
     def nearest_two(self, point: int) -> tuple[str, ...]:
-        """Return the first engine at or after the point, and the next different engine, if any."""
+        """Return the first engine at or after a point, and the next different engine, if any."""
         if not self._points:
             return ()
         return self._nearest[bisect_left(self._points, point) % len(self._points)]
@@ -109,7 +114,7 @@ class Table:
         return self._len
 
     def first(self, tenant: str, keys: Iterable[int], is_usable: Callable[[str], bool]) -> str:
-        """Return the engine of the first key whose engine is usable (empty if there is none)."""
+        """Look up keys in order, and return the first usable engine (empty if there is none)."""
         engines = self._tenants.get(tenant)
         if engines:
             for key in keys:
@@ -138,10 +143,10 @@ class Table:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Evict an entry of a tenant that has more than an equal share.
+        """Evict the least recently used entry of a tenant that uses more than an equal share.
 
         Such a tenant exists, because the table exceeds its maximum size. Tenants within their share
-        move to the back, so the next search begins with the tenant that exceeded its share.
+        move to the back, so that the next search starts at the tenant found this time.
         """
         share = self._size // len(self._tenants)
         while len(self._tenants[tenant := next(iter(self._tenants))]) <= share:
@@ -200,7 +205,7 @@ class Affinity:
         """Return the engine with the longest cached prefix of the request (empty if none is known).
 
         Args:
-            is_usable: returns whether an engine takes requests. Unusable engines are skipped, so
+            is_usable: returns whether an engine accepts requests. Unusable engines are skipped, so
                 the result may be an engine with a shorter match.
         """
         tenant = cache_key.tenant
@@ -209,7 +214,7 @@ class Affinity:
         return engine or self._prefixes.first(tenant, reversed(cache_key.prefixes), is_usable)
 
     def on_placed(self, cache_key: CacheKey, engine: str) -> None:
-        """Record that the engine now has the request's prefix in its caches."""
+        """Record that a request runs on the engine, which will then have its prefix cached."""
         self._sessions.put(cache_key.tenant, cache_key.session_hashes, engine)
         # The shortest prefix is put last and so evicted last, because most requests share it.
         self._prefixes.put(cache_key.tenant, cache_key.prefixes[::-1], engine)

@@ -1,7 +1,7 @@
 """Balances prefill work over the engines of a pool.
 
-Causal attention over a prompt of N tokens computes N * (N + 1) / 2 query-key pairs. The rest of
-each layer costs as much for one token as `mlp_products` such pairs. The work in units of one pair
+Causal attention over a prompt of N tokens computes N * (N + 1) / 2 query-key pairs. For each token,
+the rest of a layer costs as much as `mlp_products` query-key pairs. The work, in units of one pair,
 is:
 
     work(N) = N * (N + 1) / 2 + mlp_products * N
@@ -31,9 +31,9 @@ class EngineLoad:
 
     id: str
     work: int
-    """Prefill work on the engine, without the prompts to place."""
+    """Prefill work already on the engine, excluding the prompts to place."""
     room: int
-    """Number of bytes available for the prompts to place."""
+    """Bytes of KV memory available for the prompts to place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class PrefillTask:
     engine: str
     """Key of the prompt's current engine, where its bytes are reserved."""
     sizes: Mapping[str, int]
-    """Bytes that the prompt takes on each engine to which it may move, by engine key."""
+    """Bytes that the prompt needs on each engine to which it may move, by engine key."""
 
 
 def balance(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
     """Assign each task to an engine, and return the engine keys.
 
-    Tasks stay on their current engines unless moving tasks shortens the critical path.
+    Tasks stay on their current engines unless moving them shortens the critical path.
 
     Args:
         engines: every engine that holds a task, and possibly others. Engines to which no task may
@@ -73,7 +73,7 @@ def critical_path(
     """Return the work of the busiest engine.
 
     Args:
-        placement: the key of the engine for each task.
+        placement: for each task, the key of the engine it is assigned to.
     """
     total = {engine.id: engine.work for engine in engines}
     for task, key in zip(tasks, placement, strict=True):

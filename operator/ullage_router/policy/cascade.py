@@ -4,8 +4,8 @@ A cascade sends a request to a small model first and hands it over to a larger o
 model is unsure. `features` reads a request before any model has seen it, `plan` chooses the first
 step, and `Confidence` judges a step's first tokens.
 
-Only the two ends of the last turn are searched for code and maths. The question is usually at one
-of the ends, and a long conversation costs no more to search than a short one.
+Only the beginning and the end of the last turn are searched for code and maths. The question is
+usually in one of them, and a long conversation then costs no more to search than a short one.
 """
 
 import itertools
@@ -25,11 +25,11 @@ CHARACTERS_PER_TOKEN = 4
 CODE_LINES = 2
 """Minimum number of code-like lines for a text to count as code."""
 MATHS_SHARE = 0.12
-"""Minimum share of digits and operators among non-space characters for a text to count as maths."""
+"""Minimum fraction of digits and operators in a text's non-space characters to count as maths."""
 MATHS_CHARACTERS = 8
 """Minimum number of digits and operators for a text to count as maths."""
 HELD_SHARE = 0.5
-"""Maximum share of the remaining time for which one step may hold a request.
+"""Maximum fraction of a request's remaining time that one step of the cascade may use.
 
 The rest is left for the next step.
 """
@@ -64,16 +64,20 @@ class Features:
     has_maths: bool = False
     has_tools: bool = False
     has_several_answers: bool = False
-    """Whether the request has several samples or beams, which one confidence value cannot judge."""
+    """Whether the request asks for several samples or beams.
+
+    One confidence value cannot judge several answers.
+    """
     is_bound: bool = False
-    """Whether the request has token ids of this model, which other models would misread."""
+    """Whether the request contains token ids of this model, which other models would misread."""
     priority: int = 0
 
 
 def features(request: inference_pb2.GenerateRequest) -> Features:
     """Return a request's features.
 
-    The run time is bounded by SEARCHED_CHARACTERS and the number of turns.
+    The run time depends only on the number of turns, because at most 2 * SEARCHED_CHARACTERS
+    characters are searched.
     """
     texts = [m.content for m in request.messages.messages] or [request.text]
     last = _ends(texts[-1])
@@ -90,13 +94,13 @@ def features(request: inference_pb2.GenerateRequest) -> Features:
 
 
 def estimated_tokens(request: inference_pb2.GenerateRequest) -> int:
-    """Return the estimated number of prompt tokens, charged until the tokens are counted."""
+    """Estimate the number of prompt tokens, which is charged until the tokens are counted."""
     characters = sum(len(m.content) for m in request.messages.messages) + len(request.text)
     return len(request.token_ids.ids) or 1 + characters // CHARACTERS_PER_TOKEN
 
 
 def has_code(text: str) -> bool:
-    """Return whether a text has a code fence, or lines that begin or end like code."""
+    """Return whether a text has a code fence, or at least CODE_LINES lines that look like code."""
     if _FENCE.search(text):
         return True
     lines = _CODE_LINE.finditer(text)
@@ -137,7 +141,7 @@ class ServiceLoad:
     """The load on this service's engines."""
 
     pressure_level: int = 0
-    """Pressure level of the ready engine with the lowest pressure (0 if no engine is ready)."""
+    """Lowest pressure level among the ready engines (0 if no engine is ready)."""
     queued: int = 0
     """Number of requests waiting in this router."""
 
@@ -149,14 +153,14 @@ class Plan:
     steps: tuple[int, ...]
     """Indices of the steps, in the order in which they are tried."""
     is_judged: bool
-    """Whether all steps but the last hold their first tokens until their confidence is known."""
+    """Whether every step but the last withholds its first tokens until its confidence is known."""
     is_parallel: bool
-    """Whether each step starts together with the previous step."""
+    """Whether each step starts at the same time as the previous step."""
     reason: Reason
 
 
 def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
-    """Return a request's steps: the first step by its features, then the steps of larger models."""
+    """Return a request's steps: a first step chosen by its features, then all larger models."""
     last = len(policy.steps) - 1
     if features.is_bound:
         return Plan((policy.own,), False, False, "OWN_TOKENS")
@@ -170,7 +174,7 @@ def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
 
 
 def difficulty(features: Features, policy: HeuristicsSection) -> int:
-    """Return the number of signs of a hard prompt. Each sign starts the request one step higher."""
+    """Count the signs of a hard prompt. Each sign starts the request at the next larger model."""
     signs = (
         0 < policy.prompt_characters < features.characters,
         0 < policy.turns < features.turns,
@@ -182,7 +186,7 @@ def difficulty(features: Features, policy: HeuristicsSection) -> int:
 
 
 def is_peak(priority: int, load: ServiceLoad, policy: FallbackSection) -> bool:
-    """Return whether a request of this priority uses the fallback, to relieve the engines."""
+    """Return whether the engines are so busy that a request of this priority uses the fallback."""
     if priority > policy.max_priority:
         return False
     return (
@@ -195,7 +199,7 @@ class Confidence:
     """The running geometric mean probability of an answer's first tokens.
 
     Args:
-        num_judged: number of tokens to judge. A shorter answer is judged by all its tokens.
+        num_judged: number of tokens to judge. If the answer is shorter, all its tokens are judged.
     """
 
     def __init__(self, num_judged: int) -> None:

@@ -1,12 +1,12 @@
-"""Holds back engines on which requests fail: a circuit breaker for each engine.
+"""Stops sending requests to engines on which requests fail, with a circuit breaker per engine.
 
     closed ──failures in a row──► open ──pause over──► half-open, one probe ──first token──► closed
                                    ▲                        │
                                    └──── failure, twice the pause
 
-Only faults of the engine count (`errors.is_engine_fault`). A request that is invalid, cancelled,
-out of time or too large for the free memory does not indicate a fault of the engine. An answer that
-stalls after its first token does count.
+Only engine faults count as failures (`errors.is_engine_fault`). A request that is invalid,
+cancelled, out of time or too large for the free memory does not. An answer that stalls after its
+first token does.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,8 @@ class CircuitBreaker:
     """The breaker of one engine. Times are in seconds, from any monotonic clock.
 
     Args:
-        section: the number of failures that open the breaker, and the bounds of the pause.
+        section: the number of consecutive failures that opens the breaker, and the minimum and
+            maximum pause.
     """
 
     def __init__(self, section: BreakerSection) -> None:
@@ -123,12 +124,12 @@ class CircuitBreaker:
 def held_back(
     breakers: Iterable[tuple[str, CircuitBreaker]], most: int, now: float
 ) -> frozenset[str]:
-    """Return the keys of a pool's ready engines that currently get no requests.
+    """Return the keys of a pool's ready engines to which no requests are currently sent.
 
     Args:
         breakers: breakers of the pool's ready engines by key. Closed breakers may be left out.
-        most: maximum number of engines to hold back, so that some engines are tried even if all
-            fail. Engines whose pause ends last are held back first.
+        most: maximum number of engines to hold back, so that some engines still get requests even
+            if all are failing. Engines whose pause ends last are held back first.
     """
     refusing = [(breaker.until, name) for name, breaker in breakers if not breaker.admits(now)]
     return frozenset(name for _, name in sorted(refusing, reverse=True)[:most])

@@ -1,9 +1,9 @@
-"""Accounts for requests that are not yet included in an engine's reports.
+"""Accounts for requests that an engine's memory reports do not include yet.
 
-Bytes are reserved when a request is sent. The engine counts the request as soon as the engine
-answers Accepted, but a report that is already in flight may not include the request. A reservation
+Bytes are reserved when a request is sent. The engine includes the request in its reports once it
+has answered Accepted, but a report already in flight at that time may miss it. A reservation
 therefore ends with the second report after Accepted, or when the request ends, whichever comes
-first. Until then the request's bytes may be counted twice, but they are never missing.
+first. Until then the request's bytes may be counted twice, but they are never missed.
 """
 
 import heapq
@@ -16,11 +16,12 @@ from typing import NamedTuple
 from ullage_router.policy.balance import pairs
 
 REPORTS_AFTER_ACCEPTED = 2
-"""Number of reports after Accepted at which a reservation ends."""
+"""Number of reports to wait for after Accepted before a reservation ends."""
 SPARE_LIMITS = 64
-"""Number of entries by which the heap may exceed twice the number of requests in flight.
+"""Slack before stale entries are purged from the heap of step limits.
 
-Beyond that, the limits of ended requests are removed.
+The entries of ended requests are removed once the heap has more entries than this plus twice the
+number of requests in flight.
 """
 
 
@@ -33,13 +34,13 @@ class Credit:
     tokens: int
     """Number of prompt tokens."""
     step_limit_s: float = math.inf
-    """Longest step time, in seconds, with which the request would still end in time."""
+    """Longest step time, in seconds, at which the request would still finish in time."""
     counted_from: int | None = None
-    """Number of the first report that must include the request, or None before Accepted."""
+    """Sequence number of the first report sure to include the request. None before Accepted."""
     holder: str = ""
-    """The caller that holds the reservation without paying for it.
+    """The caller for which memory is reserved although no tenant has been charged for it.
 
-    Empty if the reservation is paid for, or if its request has been sent.
+    Empty if a tenant has been charged, or if the request has been sent.
     """
 
 
@@ -60,7 +61,7 @@ class PromptSums:
 
 
 class Held(NamedTuple):
-    """Sums over the unpaid reservations that may be missing from the engine's last report."""
+    """Sums over uncharged reservations that the engine's last report may not include."""
 
     requests: int = 0
     size: int = 0
@@ -81,31 +82,31 @@ NOTHING_HELD = Held()
 
 
 class CreditBook:
-    """The credits of one engine's requests in flight.
+    """The reservations of one engine's requests in flight.
 
-    A credit is open until a report is certain to include its request. The credit is then counted
-    until the request ends.
+    A reservation is open until a report is certain to include its request. From then on, until the
+    request ends, it is marked as counted and its bytes are no longer reserved here.
     """
 
     def __init__(self) -> None:
         self._open: set[Credit] = set()
         self._accepted: deque[Credit] = deque()
-        """Accepted credits, by the number of the report that must include them.
+        """Reservations of accepted requests, ordered by the report that must include them.
 
-        The requests of some credits may have ended.
+        Some of the requests may have ended.
         """
         self._counted: set[Credit] = set()
         self._step_limits: list[tuple[float, int, Credit]] = []
         """A heap of the finite step limits of all requests in flight.
 
-        The limit of an ended request is removed lazily: when it is the shortest, or when the heap
-        has too many such limits.
+        The limit of an ended request is removed lazily: when it reaches the top of the heap, or
+        when the heap has accumulated too many of them.
         """
         self._numbers = itertools.count()
         self._reports = 0
         self._total = 0
         self._prompts: set[Credit] = set()
-        """Credits of requests that have no first token yet."""
+        """Reservations of requests that have no first token yet."""
 
         # Every decision needs these sums, so they are maintained instead of computed.
         self._unsure = PromptSums()
@@ -115,7 +116,7 @@ class CreditBook:
 
         self._held: dict[str, Held] = {}
         self.held_by_all = NOTHING_HELD
-        """Sums over the unpaid reservations of all holders."""
+        """Sums over the uncharged reservations of all callers."""
 
     @property
     def reports(self) -> int:
@@ -133,7 +134,7 @@ class CreditBook:
         return self._unsure.tokens
 
     def prefill_pairs(self, reported_tokens: int) -> float:
-        """Return the query-key pairs in the prompts that are not prefilled yet.
+        """Estimate the number of query-key pairs in the prompts that are not prefilled yet.
 
         Args:
             reported_tokens: prompt tokens that the engine still had to prefill in its last report.
@@ -154,26 +155,28 @@ class CreditBook:
 
     @property
     def step_limit_s(self) -> float:
-        """Longest step time, in seconds, that lets every request in flight end in time."""
+        """Longest step time, in seconds, at which every request in flight finishes in time."""
         limits = self._step_limits
         while limits and not self._is_in_flight(limits[0][2]):
             heapq.heappop(limits)
         return limits[0][0] if limits else math.inf
 
     def held(self, holder: str) -> Held:
-        """Return the unpaid reservations of one holder."""
+        """Return the sums over the uncharged reservations of one caller."""
         return self._held.get(holder, NOTHING_HELD)
 
     def reserve(
         self, size: int, tokens: int, step_limit_s: float = math.inf, holder: str = ""
     ) -> Credit:
-        """Open a credit for a request that is about to be sent.
+        """Reserve memory for a request that is about to be sent.
 
         Args:
             size: bytes to reserve.
             tokens: prompt tokens.
-            step_limit_s: longest step time with which the request would still end in time.
-            holder: the caller that holds the reservation without paying (empty if it is paid for).
+            step_limit_s: longest step time, in seconds, at which the request would still finish in
+                time.
+            holder: the caller for which memory is reserved without a charge (empty if a tenant has
+                been charged).
         """
         credit = Credit(size, tokens, step_limit_s, holder=holder)
         self._open.add(credit)
@@ -213,7 +216,7 @@ class CreditBook:
                 self._sure.add(credit.tokens)
 
     def release(self, credit: Credit) -> None:
-        """Remove the credit of a request that ended."""
+        """Release the reservation of a request that has ended."""
         self.on_first_token(credit)  # a prompt that was not computed will not be
         if credit in self._open:
             self._leave(credit)
@@ -239,7 +242,7 @@ class CreditBook:
             heapq.heapify(self._step_limits)
 
     def check_integrity(self) -> None:
-        """Assert that all sums and indices agree with the credits."""
+        """Assert that all sums and indices agree with the reservations."""
         assert not self._open & self._counted
 
         inflight = self._open | self._counted

@@ -7,15 +7,17 @@ answers four questions in this order.
 
  1. Can the request ever run? A request that fits no engine, not even an empty one, is invalid. A
     service without a ready engine is unavailable.
- 2. Where is its home? The first pool that can ever hold it, or the large pool (`placement.py`).
- 3. Does it fit at home now? Then it runs on the engine that has its prefix in the caches, or on the
-    better of two engines drawn at random.
- 4. Otherwise, which rung of the ladder helps? The rungs are tried in the order of the policy:
-    shrink the context, shrink the output, wait, go to another pool, be refused.
+ 2. Which pool is its home? The first pool that can ever hold the request, or the pool for large
+    requests (`placement.py`).
+ 3. Does it fit at home now? Then it runs on the engine that has its prefix cached, or on the better
+    of two engines drawn at random.
+ 4. Otherwise, what makes it fit? The policy lists the fallbacks, called the rungs of a ladder, in
+    the order in which they are tried: shrink the context, shrink the output, wait, go to another
+    pool, refuse the request.
 
 A request that arrives while others wait may not overtake them. It can only wait, go to another pool
-or be refused. The exception is backfill: a request may start before the head of the queue if it
-ends before the head's memory is predicted to be free.
+or be refused. The exception is backfill: a request may start before the first request in the queue
+if it ends before the memory for that first request is predicted to be free.
 """
 
 import math
@@ -61,9 +63,9 @@ _REASONS_AFTER_WAITING = {
 
 
 def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> NextStep:
-    """Return the next step of a request.
+    """Decide what to do with a request: run it, shrink its context, let it wait, or refuse it.
 
-    The caller carries out the step, and calls `decide` again after ShrinkContext and Wait.
+    The caller carries out the result, and calls `decide` again after ShrinkContext and Wait.
 
     Args:
         engines: every engine that has described its model, in any state.
@@ -84,14 +86,14 @@ def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPo
 def decide_among(
     facts: RequestFacts, sample: Sequence[EngineView], policy: RoutingPolicy
 ) -> Run | None:
-    """Decide the common case, in which the request fits at home unchanged, from a few engines.
+    """Decide from a sample of engines in the common case: the request fits at home unchanged.
 
     Args:
         sample: usable engines of the first pool, and of the large pool if there is one. A pool
             without a usable engine is represented by any of its engines.
 
     Returns:
-        None if only `decide`, which considers every engine, can answer.
+        None if the sample is not enough, so the caller must use `decide` with every engine.
     """
     able = [e for e in sample if room_of(facts, e) >= facts.min_tokens]
     if not able:
@@ -105,7 +107,7 @@ def decide_among(
 def passes(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> bool:
     """Return whether a request that waits behind other requests may run now.
 
-    This check is much cheaper than `decide`, which also computes the alternative.
+    This check is much cheaper than `decide`, which also computes what to do if it may not run.
     """
     able = _able(facts, engines)
     return bool(able) and _ladder(facts, able, policy).runs_before_waiting()
@@ -133,9 +135,9 @@ def _ladder(facts: RequestFacts, able: Sequence[EngineView], policy: RoutingPoli
 
 @dataclass(slots=True)
 class _LadderRun:
-    """An attempt to place a request by trying the rungs of the ladder in order.
+    """One attempt to place a request, in which the fallbacks of the policy are tried in order.
 
-    The attempt considers only the engines that can hold the request when they are empty.
+    Only engines that could hold the request if they were empty are considered.
     """
 
     facts: RequestFacts
@@ -145,7 +147,7 @@ class _LadderRun:
     home_reason: str
 
     def first_that_fits(self) -> NextStep:
-        """Return the first possible step on the ladder. The last rung is a refusal."""
+        """Run the request at home, or else use the first fallback that helps, or else refuse it."""
         if not any(e.standing is not EngineState.UNUSABLE for e in self.engines):
             return self._unavailable()
         if run := self.at_home():
@@ -163,13 +165,13 @@ class _LadderRun:
         return self._reject()
 
     def at_home(self) -> Run | None:
-        """Return the step that runs the request unchanged at home, or None if it cannot run now."""
+        """Run the request unchanged in its home pool. Return None if it cannot run there now."""
         return self._full(self.home, self.home_reason)
 
     def on_one_of_two(self) -> Run | None:
-        """Decide like `at_home`, but only among the preferred engine and two engines that fit.
+        """Decide like `at_home`, but consider only the preferred engine and two that fit.
 
-        The engines come in random order, so the first two that fit are a random draw.
+        The engines are in random order, so taking the first two that fit is a random draw.
         """
         facts = self.facts
         pool = self.home
@@ -239,7 +241,7 @@ class _LadderRun:
         return self._run(engine, output, "KV_HEADROOM")
 
     def _least_output(self, engine: EngineView) -> int:
-        """Return the fewest output tokens to which the request may be shrunk on this engine."""
+        """Return the minimum number of output tokens that shrinking must leave on this engine."""
         least = self.facts.min_tokens
         if self.policy.rungs.shrink_output.below_expected:
             return least
@@ -269,7 +271,7 @@ class _LadderRun:
     def _overflow(self) -> Run | None:
         """Run in another pool that has enough memory now.
 
-        The output is shrunk there only if the ladder has shrinkOutput before route.
+        The output may be shrunk there only if the policy lists shrinkOutput before route.
         """
         ladder = self.policy.ladder
         may_shrink = "shrinkOutput" in ladder[: ladder.index("route")]
@@ -310,7 +312,10 @@ class _LadderRun:
     # Running on an engine
 
     def _full(self, pool: str, reason: str) -> Run | None:
-        """Run with the full output on an engine of the pool, at home possibly by backfill."""
+        """Run with the full output on an engine of the pool.
+
+        In the home pool, the request may also start ahead of waiting requests by backfill.
+        """
         fits = [e for e in self._free(pool) if self._demand(e).kv_bytes <= e.available]
         if not fits and pool == self.home:
             fits = self._open_to_backfill()
@@ -324,8 +329,9 @@ class _LadderRun:
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
         """Return the request's bytes on each engine to which the prefill window may move it.
 
-        The result is empty if the prompt will be computed soon or is cached, or if other requests
-        wait for the chosen engine.
+        The prefill window rebalances prompts over the engines. A prompt that will be computed soon
+        or is cached gains nothing from moving, so the result is empty. The result is also empty if
+        other requests wait for the chosen engine.
         """
         is_soon = not 0 < self.policy.prefill.window <= engine.backlog_s
         if is_soon or engine.id == self.facts.preferred or engine.id in self.facts.claimed:
@@ -386,10 +392,10 @@ class _LadderRun:
         )
 
     def _open_to_backfill(self) -> list[EngineView]:
-        """Return the engines at home on which the request may start before earlier requests.
+        """Return the home engines on which the request may start ahead of earlier requests.
 
-        The request must fit now. It must also end before the head of the pool's queue could start,
-        and before the head of the engine's queue could start.
+        The request must fit there now, and it must delay no one: it must end before the first
+        request in the pool's queue and the first request that waits for this engine could start.
         """
         facts = self.facts
         head_bytes = facts.passable.get(self.home)
@@ -408,10 +414,10 @@ class _LadderRun:
     # Predictions
 
     def _ends_before(self, engine: EngineView, head_bytes: int | None) -> bool:
-        """Return whether the request would end on the engine before the queue's head could start.
+        """Return whether the request would end before the first queued request could start.
 
         Args:
-            head_bytes: bytes that the head of the queue waits for, or None if no request waits.
+            head_bytes: bytes that the first queued request waits for, or None if none waits.
         """
         if head_bytes is None:
             return True
@@ -435,8 +441,9 @@ class _LadderRun:
         """Return the seconds until the request could run at home within its time limits.
 
         Args:
-            comes_back: whether the client leaves and retries at that time, instead of waiting here.
-            is_first: whether to predict as if no request waited before this one.
+            comes_back: whether the client is refused and retries at that time, rather than waits in
+                the queue.
+            is_first: whether to ignore the requests that wait before this one.
         """
         facts = self.facts
         limits = replace(facts.limits, waited_s=0.0) if comes_back else facts.limits
@@ -458,8 +465,8 @@ class _LadderRun:
     def _retry_after(self, engines: Sequence[EngineView], needed: int) -> int:
         """Return Retry-After in whole seconds.
 
-        At that time memory is free, the time limits can be met, and clients that were refused
-        earlier have had their turn.
+        By then, memory is predicted to be free, the time limits can be met, and clients that were
+        refused earlier have had their turn.
         """
         facts = self.facts
         ahead = facts.ahead.get(self.home, 0)
@@ -489,7 +496,7 @@ class _LadderRun:
         return min((self._demand(e) for e in engines), key=lambda d: d.kv_bytes)
 
     def _most_tokens(self, engine: EngineView) -> int:
-        """Return the length of the longest sequence that fits the engine now."""
+        """Return the length, in tokens, of the longest sequence that fits on the engine now."""
         facts = self.facts
         available = min(engine.available, engine.most_bytes(has_session=facts.has_session))
         return most_tokens(engine.profile, available, facts.prompt_tokens, facts.samples)
@@ -498,9 +505,10 @@ class _LadderRun:
 def _never_fits(
     facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy
 ) -> NextStep:
-    """Return the step for a request that is too large for any engine.
+    """Decide what to do with a request that is too large for every engine.
 
-    The step is either a shorter prompt or a refusal.
+    Shrink the prompt if the policy allows it and enough of the prompt would be left. Otherwise
+    refuse the request as invalid.
     """
     longest = facts.prompt_tokens + max(room_of(facts, e) for e in engines)
     if facts.droppable and "shrinkContext" in policy.ladder and longest > facts.min_tokens:

@@ -1,7 +1,7 @@
 """The record of the router's decision about a request.
 
-Admission writes a `Decision`, and records, headers, logs and gRPC's trailing metadata read it. A
-`Decision` is immutable, so each rung of the ladder creates a new `Decision`.
+Admission writes a `Decision`. Records, headers, logs and gRPC's trailing metadata are derived from
+it. A `Decision` is immutable, so each step that admission takes creates a new `Decision`.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 
 KEPT_STEPS = 12
-"""Maximum number of steps in a trail from which no steps are dropped."""
+"""Maximum length of a decision's trail. Steps in the middle of a longer trail are dropped."""
 MIB = 1 << 20
 
 Outcome = Literal["served", "fallback", "escalated", "refused", "failed", "slow", "lost"]
@@ -20,10 +20,10 @@ Outcome = Literal["served", "fallback", "escalated", "refused", "failed", "slow"
 
 served     the client received this step's answer
 fallback   the client received this step's answer because the larger model's engines are busy
-escalated  the first tokens had too little confidence
-refused    the step's engines accept no such request, or did not accept one at the time
-failed     the answer broke off before any part of it was released
-slow       too few tokens arrived within the step's share of the time
+escalated  the confidence in the first tokens was too low
+refused    the step's engines never accept such a request, or did not accept one at the time
+failed     the answer broke off before any of it was sent to the client
+slow       too few tokens arrived within the time allotted to the step
 lost       the step was started in parallel, and its answer was not needed
 """
 
@@ -38,7 +38,7 @@ class Attempt(msgspec.Struct, frozen=True):
     model: str = ""
     """Name of the model that ran the step (empty if unknown)."""
     confidence: float | None = None
-    """Geometric mean probability of the judged tokens."""
+    """Geometric mean probability of the answer's first tokens."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """Number of tokens that had arrived when the attempt was discarded."""
@@ -80,7 +80,7 @@ class Decision(msgspec.Struct, frozen=True):
     action: str = ""
     """The action: accept, shrink, queue, route4 or reject (empty until a decision is made)."""
     pool: str = ""
-    """The pool that the decision concerns (empty if another router decided)."""
+    """The pool to which the decision applies (empty if another router decided)."""
     route: str = ""
     """The pool's label in headers, logs and metrics, from `route_of`."""
     reason: str = ""
@@ -119,7 +119,7 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def explanation(self) -> dict[str, str]:
-        """The decision as it appears in the details of an error (empty if there is no decision)."""
+        """The decision as error details show it (empty if there is no decision)."""
         if not self.action:
             return {}
         return {"action": self.action, "route": self.route, "trail": ", ".join(self.trail)}
@@ -134,7 +134,7 @@ class Decision(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, trail=self.next_trail(step, reason))
 
     def lowered(self, changes: Iterable[str]) -> "Decision":
-        """Return the decision with limits that the engine lowered further.
+        """Return the decision after the engine has lowered the request's limits further.
 
         Args:
             changes: for example `max_tokens=64`. A change replaces an earlier change of the same

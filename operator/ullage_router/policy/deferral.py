@@ -1,11 +1,11 @@
 """Remembers refused requests until their Retry-After is over.
 
-All refusals of a burst see the same forecast. If all clients came back in the second in which the
-first of them fits, most would be refused again. Earlier refusals therefore count as ahead of later
-ones: each client gets a Retry-After that also covers the memory of all clients refused before it.
+All requests in a refused burst see the same forecast. If all clients retried as soon as the first
+request fits, most would be refused again. Clients refused earlier therefore count as ahead in line:
+each Retry-After also allows for the memory of all requests that were refused before.
 
-No memory is reserved. A request that arrives and fits is run at once. A refused request that does
-not come back is removed when its Retry-After is over.
+No memory is reserved. A request that arrives and fits runs immediately. A refused request that is
+not retried is forgotten when its Retry-After is over.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Deferred(NamedTuple):
-    """The pool, tenant and priority that identify a class of refused requests."""
+    """The pool, tenant and priority by which refused requests are grouped."""
 
     pool: str
     tenant: str
@@ -22,7 +22,7 @@ class Deferred(NamedTuple):
 
 
 class DeferralBook:
-    """Counts the bytes of refused requests by class.
+    """Tracks how much KV memory recently refused requests need, by pool, tenant and priority.
 
     Times are in seconds, from any monotonic clock.
     """
@@ -31,7 +31,7 @@ class DeferralBook:
         self._sizes: dict[Deferred, int] = {}
         self._weights: dict[str, float] = {}
         self._due: dict[int, dict[Deferred, int]] = {}
-        """Bytes of refused requests, by the second in which Retry-After ends and by class."""
+        """Bytes needed by refused requests, by the second when Retry-After ends, then by group."""
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -41,7 +41,7 @@ class DeferralBook:
 
         Args:
             weight: weight of the request's tenant.
-            size: bytes that the request would have taken.
+            size: bytes of KV memory that the request needs.
             due: time at which the request's Retry-After is over.
         """
         if size <= 0:  # a request of a model without KV waits for nothing
@@ -54,7 +54,7 @@ class DeferralBook:
     def expire(self, now: float) -> None:
         """Remove requests whose Retry-After is over.
 
-        Requests that came back are counted in the queue instead.
+        Requests that were retried are counted in the queue instead.
         """
         for second in [second for second in self._due if second <= now]:
             for kind, size in self._due.pop(second).items():
@@ -65,11 +65,11 @@ class DeferralBook:
             self._weights.clear()
 
     def ahead(self, pool: str, tenant: str, weight: float, priority: int) -> int:
-        """Return the bytes that come before a tenant's next refused request in a pool.
+        """Return the bytes of all refused requests that come before a tenant's next one in a pool.
 
         Higher priorities come first. Within a priority, tenants take turns by their weights, as in
         the queue. Another tenant's bytes therefore count only up to the tenant's own refused bytes,
-        times the ratio of their weights.
+        times the ratio of the other tenant's weight to its own.
         """
         own = self._sizes.get(Deferred(pool, tenant, priority), 0)
         ahead = 0
@@ -83,7 +83,7 @@ class DeferralBook:
         return ahead
 
     def returns(self, pool: str, now: float) -> Mapping[int, int]:
-        """Return the bytes of requests that will come back to a pool, by whole seconds from now."""
+        """Return the bytes of a pool's refused requests, by whole seconds until their retry."""
         result: dict[int, int] = {}
         for second, sizes in self._due.items():
             after_s = math.floor(second - now)
@@ -93,7 +93,7 @@ class DeferralBook:
 
 
 class Deferrals(NamedTuple):
-    """One request's view of the deferral book, which is read only if that request is refused."""
+    """The refused requests as seen by one request, looked up only if it is refused as well."""
 
     book: DeferralBook
     now: float = 0.0
@@ -102,11 +102,11 @@ class Deferrals(NamedTuple):
     priority: int = 0
 
     def ahead(self, pool: str) -> int:
-        """Return the bytes of requests that were refused before this request and will come back."""
+        """Return the bytes of requests that were refused before this one and will be retried."""
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:
-        """Return the bytes of requests that will come back to a pool, by whole seconds from now."""
+        """Return the bytes of a pool's refused requests, by whole seconds until their retry."""
         return self.book.returns(pool, self.now)
 
 

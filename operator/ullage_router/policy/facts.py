@@ -15,7 +15,7 @@ from ullage_common.request_cost import Demand, MemoryProfile, most_tokens
 from ullage_router.policy.deferral import NOBODY, Deferrals
 
 WELL = 0.5
-"""Minimum health at which an engine is compared with others by load instead of health."""
+"""Health at or above which an engine counts as healthy and is compared with others by load."""
 STEP_GROWTH = 1.5
 """Assumed slowdown of a step for each doubling of the batch beyond the measured batch sizes."""
 
@@ -37,14 +37,14 @@ class EngineState(Enum):
 
 
 class QueueState(Enum):
-    """Whether a request may wait in the queue, or else the reason why not."""
+    """Whether a request may wait in the queue, and if not, why."""
 
     OPEN = "open"
     FULL = "full"
     SPENT = "spent"
     """The request has waited for the maximum allowed time."""
     LATE = "late"
-    """The request's answer can no longer end in time."""
+    """The answer could no longer finish in time."""
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -64,12 +64,12 @@ class EngineView(msgspec.Struct, frozen=True):
     pool: str
     standing: EngineState
     available: int
-    """Reported headroom minus the credit of requests that the report cannot include, in bytes."""
+    """Reported headroom in bytes, minus the reservations of requests the report may not include."""
     capacity: int
     """Size of the KV pool in bytes."""
     profile: MemoryProfile
     expected_output: int
-    """Number of output tokens that the engine expects an answer to have."""
+    """Number of output tokens that the engine expects in an answer."""
     max_model_len: int
     health: float = 1.0
     """Health of the engine, from 0 to 1."""
@@ -78,9 +78,9 @@ class EngineView(msgspec.Struct, frozen=True):
     releases: tuple[Release, ...] = ()
     """Predicted releases of memory, soonest first."""
     backlog_tokens: int = 0
-    """Number of prompt tokens to prefill before a new request's prompt."""
+    """Number of prompt tokens queued for prefill ahead of a new request's prompt."""
     prefill_pairs: int = 0
-    """Number of query-key pairs in the part of the backlog that this router sent."""
+    """Number of query-key pairs in the backlog, counting only prompts that this router sent."""
     prefill_speed: float = 0.0
     """Prefill speed in prompt tokens per second (0 if unknown)."""
     decode_speed: float = 0.0
@@ -88,11 +88,11 @@ class EngineView(msgspec.Struct, frozen=True):
     step_seconds: tuple[float, ...] = ()
     """Measured step times, in seconds, for 1, 2-3, 4-7, ... sequences (empty if unknown)."""
     step_limit_s: float = math.inf
-    """Longest step time, in seconds, with which the running requests would still end in time."""
+    """Longest step time, in seconds, at which the running requests would still finish in time."""
     max_sequences: int = 0
     """Maximum number of sequences in a step (0 if unknown)."""
     kind: tuple[int, ...] = ()
-    """Key of the engine's kind, set on creation.
+    """Key shared by all engines with identical memory properties, set on creation.
 
     Engines of the same kind have the same capacity and predict the same bytes for a request.
     """
@@ -118,7 +118,7 @@ class EngineView(msgspec.Struct, frozen=True):
         return min(self.capacity, limit) if limit else self.capacity
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Return the prefill work before a new request's prompt, in units of `balance.work`."""
+        """Return the prefill work queued ahead of a new prompt, in units of `balance.work`."""
         return self.prefill_pairs + mlp_products * self.backlog_tokens
 
     @property
@@ -129,9 +129,9 @@ class EngineView(msgspec.Struct, frozen=True):
     def step_s(self, load: int) -> float:
         """Return the predicted seconds of a step, or 0 if unknown.
 
-        The cost of one more sequence depends on the device, so batches of measured size use the
-        measured times. Beyond these, every doubling of the batch is assumed to multiply the time by
-        STEP_GROWTH.
+        How much one more sequence slows a step depends on the device, so measured times are used
+        for the batch sizes that have been measured. For larger batches, each doubling is assumed to
+        multiply the time by STEP_GROWTH.
 
         Args:
             load: number of requests on the engine.
@@ -165,11 +165,11 @@ class TimeLimits(msgspec.Struct, frozen=True):
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
-    """A request, and the requests that wait before it.
+    """A request, and the requests that are queued ahead of it.
 
-    The queue is described twice. `ahead`, `passable` and `waiting` describe the waiting requests by
-    pool. `claimed` describes, by engine, only the requests that can use few engines, such as
-    requests with a rare adapter.
+    The queue is described in two ways. `ahead`, `passable` and `waiting` cover all queued requests,
+    by pool. `claimed` covers, by engine, only the requests that can run on few engines, such as
+    requests for a rare adapter.
     """
 
     # The request
@@ -191,27 +191,27 @@ class RequestFacts(msgspec.Struct, frozen=True):
     # The queue
     queue: QueueState = QueueState.OPEN
     ahead: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Bytes that requests before this one wait for, by pool.
+    """Bytes that the requests ahead of this one wait for, by pool.
 
     Pools without waiting requests are absent.
     """
     passable: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Bytes that the head of the queue waits for, by pool.
+    """Bytes that the first request in the queue waits for, by pool.
 
-    Pools in which no request may overtake the head are absent.
+    Pools in which no request may overtake the first one are absent.
     """
     refused_by: frozenset[str] = frozenset()
     """Keys of engines that refused the request and have not sent a report since."""
     claimed: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Bytes that the first request waiting for an engine needs, by the engine's key.
 
-    The value is 0 if no request may overtake the waiting one. An engine is present only if the
-    requests waiting for it can use few other engines.
+    The value is 0 if no request may overtake the waiting one. Only engines are listed whose waiting
+    requests can run on few other engines.
     """
     waiting: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Number of requests waiting before this one, by pool."""
+    """Number of requests queued ahead of this one, by pool."""
     deferrals: Deferrals = NOBODY
-    """Requests that were refused before this request and will come back."""
+    """Requests that were refused before this one and will be retried."""
 
     # Preferences
     limits: TimeLimits = TimeLimits()
@@ -222,7 +222,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
 
     # Memoised by `placement.py`, by kind of engine
     rooms: dict[tuple[int, ...], int] = msgspec.field(default_factory=dict)
-    """Number of output tokens for which an empty engine has room, by kind of engine."""
+    """Number of output tokens that fit on an empty engine, by kind of engine."""
     prices: dict[tuple[int, ...], Demand] = msgspec.field(default_factory=dict)
     """Predicted bytes of the request, by kind of engine."""
 
@@ -242,19 +242,22 @@ class RoutingPolicy(msgspec.Struct, frozen=True):
     large_request_kv: int
     """KV bytes above which a request is large."""
     ladder: tuple[Rung, ...]
-    """Rungs of the ladder to try, in this order, when a request does not fit at home."""
+    """Fallbacks to try, in this order, if a request does not fit in its home pool."""
     rungs: RungsSection = msgspec.field(default_factory=RungsSection)
     max_extra_load: int = 8
-    """Number of requests by which a preferred engine's load may exceed the alternative's."""
+    """Number of extra requests that an engine may have and still be chosen for its cached prefix.
+
+    Its load is compared with that of the engine that would be chosen otherwise.
+    """
     prefill: PrefillSection = msgspec.field(default_factory=PrefillSection)
     large_pool: str = ""
     """Pool that takes large requests (empty if there is none)."""
 
 
 def engine_key(side: Side, pool: str, address: str) -> str:
-    """Return the key of an engine in decisions.
+    """Return the key that identifies an engine in decisions.
 
     An address alone is ambiguous: several pools may contain the same address, and a canary engine's
-    address may later belong to a stable engine.
+    address may later be reused by a stable engine.
     """
     return f"{side}/{pool}/{address}"

@@ -1,13 +1,14 @@
-"""Orders the waiting requests of one pool, in O(log n) per step.
+"""Orders the waiting requests of one pool, in O(log n) per operation.
 
 Three rules apply, from the outermost to the innermost.
 
- * Priority: among the heads of all levels, the head with the largest `priority * aging - arrival`
-   is served first. A long wait makes up for a low priority, so no level starves.
- * Fairness: within a level, tenants share the served bytes in proportion to their weights, by
-   start-time fair queueing (Goyal, Vin and Cheng, 1996). Each tenant's tag grows by cost / weight,
-   and the tenant with the smallest tag is served. A tenant that starts to wait begins at the tag
-   served last.
+ * Priority: each priority has its own queue. The first requests of these queues are compared, and
+   the one with the largest `priority * aging - arrival` is served first. A long wait makes up for a
+   low priority, so no priority starves.
+ * Fairness: within a priority, tenants share the served bytes in proportion to their weights, by
+   start-time fair queueing (Goyal, Vin and Cheng, 1996). Each tenant has a tag, its virtual start
+   time, which grows by cost / weight with each request served. The tenant with the smallest tag is
+   served next. A tenant that starts to wait begins at the tag served last.
  * Urgency: a tenant's own requests are ordered by deadline, but no deadline counts as later than
    MAX_LEAD_S after arrival. A request can therefore overtake only requests that arrived at most
    MAX_LEAD_S earlier.
@@ -47,7 +48,7 @@ class FairEntry:
 
     @property
     def due(self) -> float:
-        """The time, in seconds, by which a tenant's requests are sorted."""
+        """Sort key among a tenant's own requests: the deadline in seconds, capped by MAX_LEAD_S."""
         return min(self.deadline, self.arrival + MAX_LEAD_S)
 
 
@@ -58,7 +59,7 @@ class _Flow:
     tag: float
     """Virtual start time of the tenant's next request."""
     number: int
-    """Number of the request with which the tenant last began to wait."""
+    """Number of the request with which the tenant last joined the queue. Breaks ties of tags."""
     entries: "SortedList[tuple[float, int, FairEntry]]" = field(default_factory=SortedList)
     """A (due, number, entry) tuple for each request."""
 
@@ -70,18 +71,18 @@ class _Flow:
 
 
 class _Level:
-    """The tenants at one priority. A level is removed when no request waits in it."""
+    """The waiting requests of all tenants at one priority. An empty level is removed."""
 
     def __init__(self) -> None:
         self.size = 0
         """Bytes that the level's requests wait for."""
         self._now = 0.0
-        """Virtual time, which is the tag that was served last."""
+        """Virtual time: the tag of the tenant that was served last."""
         self._flows: dict[str, _Flow] = {}
         self._order: SortedList[tuple[float, int, str]] = SortedList()
         """A (tag, number, tenant) tuple for each tenant with waiting requests."""
         self._idle: SortedList[tuple[float, str]] = SortedList()
-        """A (tag, tenant) tuple for each tenant that exceeded its share and has no requests."""
+        """A (tag, tenant) tuple for each tenant that is ahead of its share and has no requests."""
 
     @property
     def is_empty(self) -> bool:
@@ -94,7 +95,7 @@ class _Level:
         return self._flows[self._order[0][2]].head
 
     def add(self, entry: FairEntry) -> None:
-        """Add an entry to its tenant's requests."""
+        """Add a request to its tenant's queue."""
         flow = self._flows.get(entry.tenant)
         if flow is None:
             flow = self._flows[entry.tenant] = _Flow(self._now, entry.number)
@@ -107,7 +108,7 @@ class _Level:
         self.size += entry.size
 
     def remove(self, entry: FairEntry) -> None:
-        """Remove an entry without charging its tenant."""
+        """Remove a request without charging its tenant."""
         flow = self._flows[entry.tenant]
         flow.entries.remove((entry.due, entry.number, entry))
         self.size -= entry.size
@@ -116,7 +117,7 @@ class _Level:
             self._rest(entry.tenant, flow)
 
     def charge(self, entry: FairEntry) -> None:
-        """Charge the tenant of an entry that is about to be served and removed."""
+        """Charge a tenant for a request that is about to be served and removed."""
         flow = self._flows[entry.tenant]
         # Virtual time follows only the smallest tag. An entry that backfills passed other tenants.
         if self._order[0][2] == entry.tenant:
@@ -131,20 +132,23 @@ class _Level:
             del self._flows[self._idle.pop(0)[1]]
 
     def _rest(self, tenant: str, flow: _Flow) -> None:
-        """Keep the tag of a tenant that exceeded its share until the other tenants catch up."""
+        """Remove a tenant without requests, unless its tag must be kept until others catch up.
+
+        A tenant that got more than its share would otherwise start again with a smaller tag.
+        """
         if flow.tag > self._now:
             self._idle.add((flow.tag, tenant))
         else:
             del self._flows[tenant]
 
     def in_turns(self) -> Iterator[FairEntry]:
-        """Yield all entries, taking one from each tenant in turn."""
+        """Yield all requests, taking one from each tenant in turn."""
         flows = [self._flows[tenant].entries for _, _, tenant in self._order]
         for row in itertools.zip_longest(*flows):
             yield from (item[2] for item in row if item is not None)
 
     def entries(self) -> Iterator[FairEntry]:
-        """Yield all entries in arbitrary order."""
+        """Yield all requests in arbitrary order."""
         for flow in self._flows.values():
             yield from (entry for _, _, entry in flow.entries)
 
@@ -177,11 +181,11 @@ class FairQueue:
 
     @property
     def head(self) -> FairEntry | None:
-        """The entry to serve next, or None if the queue is empty."""
+        """The request to serve next, or None if the queue is empty."""
         return max((level.head for level in self._levels.values()), key=self.claim, default=None)
 
     def first(self, count: int) -> list[FairEntry]:
-        """Return up to `count` entries, roughly in the order in which they will be served."""
+        """Return up to `count` requests, roughly in the order in which they will be served."""
         levels = sorted(self._levels.values(), key=lambda x: self.claim(x.head), reverse=True)
         entries = itertools.chain.from_iterable(level.in_turns() for level in levels)
         return list(itertools.islice(entries, count))
@@ -192,7 +196,7 @@ class FairQueue:
         self._len += 1
 
     def remove(self, entry: FairEntry) -> None:
-        """Remove an entry from the queue without serving it."""
+        """Remove a request from the queue without serving it."""
         level = self._levels[entry.priority]
         level.remove(entry)
         self._len -= 1
@@ -200,7 +204,7 @@ class FairQueue:
             del self._levels[entry.priority]
 
     def serve(self, entry: FairEntry) -> None:
-        """Remove an entry that is about to be sent to an engine, and charge its tenant."""
+        """Remove a request that is about to be sent to an engine, and charge its tenant."""
         self._levels[entry.priority].charge(entry)
         self.remove(entry)
 
@@ -209,9 +213,9 @@ class FairQueue:
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
     def claim(self, entry: FairEntry) -> tuple[float, int]:
-        """Return the sort key of a level's head.
+        """Return the sort key that decides between the first requests of different priorities.
 
-        The head with the largest key is served first.
+        The request with the largest key is served first.
         """
         return entry.priority * self._aging_s - entry.arrival, -entry.number
 

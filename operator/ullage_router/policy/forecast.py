@@ -1,4 +1,4 @@
-"""Predicts a request's first and last token on an engine, and whether they are in time.
+"""Predicts when an engine would produce a request's first and last token, and if that is in time.
 
 In time means within the service's objectives (TTFT and end to end) and the request's own limits.
 Engines report their backlog of prompt tokens, their prefill speed, and their step times by batch
@@ -7,13 +7,13 @@ size. For p prompt tokens and o expected output tokens on an engine with load L 
     first = max(B / prefill speed, wait for a place in the batch) + p / prefill speed + step(L + 1)
     end = first + (o - 1) * step(L + 1)
 
-Predictions miss some delays, so predicted times may use only SHARE of an objective or a limit. Two
-rules relax this limit. A request that would miss an objective even on an idle engine gains nothing
-by waiting, so it may take STRETCH times as long as on an idle engine. An idle engine may always
-take a request.
+Predictions miss some delays, so predicted times may use only a fraction, SHARE, of an objective or
+a limit. Two rules relax this limit. A request that would miss an objective even on an idle engine
+gains nothing by waiting, so it may take STRETCH times as long as on an idle engine. An idle engine
+may always take a request.
 
-Each admitted request sets an upper bound on the step time, so that the request will not be late. A
-request is not added to an engine if the steps would then exceed this bound.
+Each admitted request caps the step time, because it would be late if steps became slower. A request
+is not added to an engine if its steps would then exceed the cap of any running request.
 """
 
 import math
@@ -23,16 +23,19 @@ from ullage_router.policy.facts import EngineView, TimeLimits
 from ullage_router.policy.retry import LEAST_SPAN_S, release_s
 
 SHARE = 0.8
-"""Share of an objective or a limit that a prediction may use.
+"""Fraction of an objective or a limit that a prediction may use.
 
 The rest covers unpredicted delays.
 """
 STRETCH = 2.0
-"""Factor by which a request may exceed its idle-engine time if it misses an objective there."""
+"""Allowed slowdown of a request that would miss an objective even on an idle engine.
+
+The slowdown is relative to the time on an idle engine.
+"""
 UNMEASURED_LOAD = 4
 """Maximum number of concurrent requests on an engine that has not measured a step yet."""
 PROBED_RELEASES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of memory releases after which `turn_s` checks whether a request could run."""
+"""After how many memory releases `turn_s` checks whether a request could run."""
 PROBED_ENGINES = 4
 """Number of least loaded engines that `turn_s` checks."""
 
@@ -85,7 +88,7 @@ def end_s(engine: EngineView, prompt: int, output: int) -> float:
 
 
 def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the longest step time, in seconds, with which a request sent now would end in time."""
+    """Return the longest step time, in seconds, at which a request sent now finishes in time."""
     if limits.e2e_s == math.inf:
         return math.inf
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
@@ -95,7 +98,7 @@ def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimit
 
 
 def longest_wait_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the longest wait, in seconds, after which an idle engine would still be on time."""
+    """Return how many seconds a request may wait and still be on time on an idle engine."""
     return _slack_s(engine, 1, 0.0, prompt, output, limits)
 
 
@@ -115,9 +118,10 @@ def turn_s(
         engines: engines of one pool, at least one.
         prompt: number of prompt tokens.
         output: expected number of output tokens.
-        needed: bytes that the request takes.
-        ahead: bytes and number of the requests that wait for these engines before this request.
-        comes_back: whether the client leaves and retries at that time, instead of waiting here.
+        needed: bytes that the request needs.
+        ahead: bytes and number of the requests that wait for these engines ahead of this one.
+        comes_back: whether the client is refused and retries at that time, rather than waits in the
+            queue.
 
     Returns:
         Infinity if no predicted release is soon enough. None if no release is predicted.
@@ -139,12 +143,13 @@ def turn_s(
 
 
 def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:
-    """Yield (seconds, load) pairs at which the engine has the bytes and a free place in its batch.
+    """Yield future times at which the engine could take the request, with its load at each time.
 
-    The load includes the request. Releases are probed in growing strides, so that a long list of
-    them costs little. The last probe is at the end of the known releases, or later if other
-    requests need more releases than are known. In that case, requests are assumed to keep ending at
-    the same rate.
+    At these times, the engine has the bytes and a free place in its batch. Each item is a pair of
+    seconds from now and the load, which includes the request. Releases are probed in growing
+    strides, so that a long list of them costs little. The last probe is at the end of the known
+    releases, or later if more releases are needed than are known. In that case, requests are
+    assumed to keep ending at the same rate.
     """
     releases = engine.releases
     available = engine.available
@@ -175,7 +180,7 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
 
 
 def _has_place(engine: EngineView, load: int) -> bool:
-    """Return whether the engine's batch size and its other requests allow this load."""
+    """Return whether the load fits in a batch and keeps steps fast enough for other requests."""
     is_full = bool(engine.max_sequences) and load > engine.max_sequences
     return not is_full and engine.step_s(load) <= engine.step_limit_s
 

@@ -25,9 +25,9 @@ class Run(msgspec.Struct, frozen=True):
     step: Step
     """What made the request fit: enough memory at home, a shorter output, or another pool."""
     step_limit_s: float = math.inf
-    """Longest step time, in seconds, that lets the request end in time on this engine."""
+    """Longest step time, in seconds, at which the request finishes in time on this engine."""
     choices: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Bytes that the request takes on each engine that may serve it instead, by engine key.
+    """Bytes that the request needs on each engine that may serve it instead, by engine key.
 
     Empty if the prefill window cannot move the request.
     """
@@ -36,7 +36,8 @@ class Run(msgspec.Struct, frozen=True):
 class ShrinkContext(msgspec.Struct, frozen=True):
     """Drop turns until the prompt has at most `prompt_tokens` tokens, then decide again.
 
-    With the reason CONTEXT_TOO_LONG, a reduction that does not reach this length also helps.
+    If the reason is CONTEXT_TOO_LONG, dropping turns helps even if the prompt stays longer than
+    that.
     """
 
     reason: str

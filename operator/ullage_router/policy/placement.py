@@ -1,9 +1,9 @@
 """Chooses a pool for each request, and an engine that has room for the request.
 
 A request's home is the first pool that can ever hold it, or the large pool if the request is large.
-Among the engines with room, the preferred one has the prompt's prefix in its caches. The preferred
-engine is passed over if it is far busier than the better of two engines drawn at random (power of
-two choices; Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
+Among the engines with room, the one that has the prompt's prefix cached is preferred. It is passed
+over if it is far busier than the better of two engines drawn at random (power of two choices:
+Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def is_large(facts: RequestFacts, engine: EngineView, policy: RoutingPolicy) -> 
 
 
 def room_of(facts: RequestFacts, engine: EngineView) -> int:
-    """Return the number of output tokens for which the empty engine has room."""
+    """Return the number of output tokens that would fit on the engine if it were empty."""
     room = facts.rooms.get(engine.kind)
     if room is None:
         longest = engine.longest(facts.prompt_tokens, facts.samples, has_session=facts.has_session)
@@ -61,7 +61,7 @@ def price_on(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand
 
 
 def pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy) -> EngineView:
-    """Pick the preferred engine, unless a randomly drawn engine has far fewer requests.
+    """Pick the engine with the prefix cached, unless a randomly drawn one has far fewer requests.
 
     Args:
         fits: engines that have room for the request, at least one.
@@ -81,8 +81,8 @@ def pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy)
 def _better_of_two(fits: Sequence[EngineView], draw: int, mlp_products: int) -> EngineView:
     """Draw two engines and return the better one.
 
-    With two choices, a burst of requests spreads over the engines although all decisions use the
-    same reports.
+    Choosing between two random engines spreads a burst of requests over the pool, although all
+    decisions in the burst use the same reports.
     """
     if len(fits) == 1:
         return fits[0]

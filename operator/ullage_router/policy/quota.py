@@ -4,8 +4,9 @@ A limit of N per minute is a token bucket (https://en.wikipedia.org/wiki/Token_b
 and refills at N / 60 per second. So at most N * (1 + t / 60) requests or tokens pass in any t
 seconds.
 
-Tokens are charged before their number is known, so their bucket may go into debt. Tokens used
-beyond the charge are taken at the end of a request, and no request enters until the debt is paid.
+Tokens are charged before their number is known, so the token bucket may go into debt. Tokens used
+beyond the charge are deducted when the request ends, and no request is admitted until the debt is
+paid off.
 """
 
 import math
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 MINUTE_S = 60.0
 ROUNDING = 1e-6
-"""Shortage that is ignored, because refilling causes rounding errors of this size."""
+"""Largest shortfall that is ignored, because refilling causes rounding errors of this size."""
 
 Limit = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
 
@@ -42,12 +43,15 @@ class TokenBucket(msgspec.Struct, frozen=True):
         return replace(self, level=min(self.capacity, self.level + gained), at=max(now, self.at))
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket has `amount`, or until it is full."""
+        """Return the seconds until the bucket has `amount`.
+
+        If the bucket cannot hold that much, return the seconds until it is full.
+        """
         missing = min(amount, self.capacity) - self.refilled(now).level
         return missing / self.capacity * MINUTE_S if missing > ROUNDING else 0.0
 
     def holds(self, amount: float, now: float) -> int:
-        """Return how many times in a row `amount` could be taken now."""
+        """Return how many withdrawals of `amount` the bucket allows now."""
         whole = math.floor((self.refilled(now).level + ROUNDING) / amount)
         return max(whole, 0 if self.wait_s(amount, now) else 1)
 
@@ -61,7 +65,7 @@ class TokenBucket(msgspec.Struct, frozen=True):
 
 
 class Shortage(msgspec.Struct, frozen=True):
-    """The limit that prevents the admission of a request."""
+    """The limit that a request would exceed if it were admitted."""
 
     limit: Limit
     allowed: float
@@ -79,10 +83,10 @@ class Quota(msgspec.Struct, frozen=True):
     concurrency: int | None = None
     """Maximum number of concurrent requests."""
     active: int = 0
-    """Number of requests that have entered and have not left yet."""
+    """Number of requests that were admitted and have not ended yet."""
 
     def room(self, count: int, tokens: float, now: float) -> int:
-        """Return how many of `count` requests could enter if each is charged `tokens` tokens."""
+        """Return how many of `count` requests could be admitted if each is charged `tokens`."""
         if self.concurrency is not None:
             count = min(count, self.concurrency - self.active)
         for bucket, amount in ((self.requests, 1.0), (self.tokens, tokens)):
@@ -106,7 +110,7 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(entered, requests=self.requests.take(count, now))
 
     def enter_paid(self, count: int = 1) -> "Quota | Shortage":
-        """Admit requests without counting them against the rate. Call `leave` for each of them."""
+        """Admit requests without charging them to the rate limit. Call `leave` for each of them."""
         if self.concurrency is not None and self.active + count > self.concurrency:
             return Shortage("concurrency", self.concurrency, None)
         return replace(self, active=self.active + count)
@@ -123,14 +127,14 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(self, tokens=self.tokens.take(tokens, now))
 
     def give_back(self, count: int, now: float) -> "Quota":
-        """Refund requests that entered but were refused, so that the rate does not count them."""
+        """Refund the rate limit for requests that were admitted but then refused."""
         return self.count(-count, now)
 
     def count(self, count: int, now: float) -> "Quota":
-        """Count requests against the rate, even beyond the limit."""
+        """Charge requests to the rate limit, even if that exceeds it."""
         return replace(self, requests=self.requests and self.requests.take(count, now))
 
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":
-        """Release ended requests, and adjust their charge to the tokens that they used."""
+        """Release ended requests, and correct their charge to the tokens actually used."""
         tokens = self.tokens and self.tokens.take(used - charged, now)
         return Quota(self.requests, tokens, self.concurrency, self.active - count)

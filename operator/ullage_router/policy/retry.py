@@ -1,16 +1,15 @@
 """Decides when a client should retry, and how many retries the router itself may make.
 
-Retry-After is the time at which memory is predicted to be free. Engines report when running
-requests will release memory. Queued requests take the memory first, on whichever engine of the pool
-it is released. Then one engine must have enough memory for the request itself. After the last known
-release, memory is assumed to be released at the same rate. Requests that were refused earlier and
-will come back also take their share first (`deferral.py`), which spreads a burst of refusals over
-the releases. Jitter separates clients that would come back in the same second, here or at another
-router with the same forecast.
+Retry-After is the time until memory is predicted to be free. Engines report when running requests
+will release memory. Released memory goes to queued requests first, on any engine of the pool. Then
+one engine must have enough memory for the request itself. After the last known release, memory is
+assumed to be released at the same rate. Requests that were refused earlier and will be retried also
+come first (`deferral.py`), which spreads a burst of refusals over time. Jitter separates clients
+that would retry in the same second, here or at another router with the same forecast.
 
-The router's own retries are bounded by a token bucket, so that failures cannot multiply load. Every
-request adds `share` of a token and every second adds `per_second` tokens, up to `burst`. A retry
-takes one token. If engines fail faster than that, clients get the errors at once.
+The router's own retries are capped by a token bucket, so that failures cannot multiply the load.
+Every request adds a fraction of a token, `share`, and every second adds `per_second` tokens, up to
+`burst`. A retry takes one token. If the bucket is empty, clients get the errors immediately.
 """
 
 import math
@@ -24,9 +23,9 @@ MAX_RETRY_AFTER_S = 30
 UNKNOWN_RETRY_AFTER_S = 5
 """Minimum Retry-After in seconds if there is no prediction."""
 JITTER = 0.2
-"""Maximum jitter as a share of the predicted wait."""
+"""Maximum jitter as a fraction of the predicted wait."""
 LEAST_SPAN_S = 0.1
-"""Minimum number of seconds over which a release rate is computed."""
+"""Shortest period, in seconds, over which a release rate is computed."""
 
 _AFTER = operator.attrgetter("after_s")
 
@@ -94,17 +93,17 @@ def _release_rate(engine: EngineView) -> float:
 def retry_after(
     seconds: float | None, returns: Mapping[int, int], draw: int, bounds: RejectSection
 ) -> int:
-    """Return Retry-After, soon after the forecast and when the fewest other bytes come back.
+    """Choose Retry-After: soon after the forecast, in the second with the fewest other retries.
 
     Args:
         seconds: the forecast, or None if nothing is known.
-        returns: bytes of other requests that will come back, by whole seconds from now.
+        returns: bytes of other requests that will be retried, by whole seconds from now.
         draw: a random number that breaks ties.
 
     Returns:
-        Retry-After in whole seconds. The value exceeds the forecast by at most the share JITTER.
-        Without a forecast, the value is at most twice UNKNOWN_RETRY_AFTER_S. A forecast above the
-        maximum delay cannot be met, so clients are then spread over the second half of that delay.
+        Retry-After in whole seconds. The value exceeds the forecast by at most the fraction JITTER.
+        Without a forecast, the value is at most twice UNKNOWN_RETRY_AFTER_S. If the forecast
+        exceeds the maximum delay, clients are spread over the second half of that delay.
     """
     low = bounds.min_retry_delay
     high = bounds.max_retry_delay
@@ -126,7 +125,7 @@ def retry_after(
 
 
 def unknown_retry_after(draw: int) -> int:
-    """Return Retry-After for an unpredictable wait, such as for the first engine to start."""
+    """Return Retry-After for an unpredictable wait, such as until the first engine starts."""
     return retry_after(None, {}, draw, RejectSection())
 
 
@@ -161,11 +160,11 @@ class RetryBudget:
         return self._tokens
 
     def on_request(self) -> None:
-        """Add the share of a token that each request contributes."""
+        """Add the fraction of a token that each request contributes."""
         self._tokens = min(self._section.burst, self._tokens + self._section.share)
 
     def take(self, now: float) -> bool:
-        """Take a token for one more retry, and return whether a token was available."""
+        """Take a token for a retry if one is available, and return whether it was."""
         self._fill(now)
         if self._tokens < 1.0:
             self.refused += 1

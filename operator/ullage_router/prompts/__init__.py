@@ -1,4 +1,5 @@
 """Builds prompts: cleansing, chat templates, truncation, summaries and tools.
 
-The package depends on texts, tokens and the engines' maximum context length, but not on queues.
+The package needs only texts, the tokenizer and the engines' maximum context length. It does not
+depend on queues.
 """

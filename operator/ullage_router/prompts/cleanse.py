@@ -1,9 +1,9 @@
 """Shortens a text without changing its meaning.
 
-Invisible characters and superfluous whitespace are removed, and an HTML document becomes Markdown.
-JSON and code are not changed. The search for code ignores invisible characters, so that removing
-them cannot reveal code that was already changed. Cleansing is therefore idempotent. Every step
-takes linear time.
+Invisible characters and superfluous whitespace are removed, and HTML is converted to Markdown.
+JSON and code are not changed. The search for code ignores invisible characters. Otherwise, removing
+them could uncover code whose whitespace was already changed. Cleansing is therefore idempotent.
+Every step takes linear time.
 """
 
 import bisect
@@ -48,9 +48,9 @@ _BLANK_LINES = re.compile("\n{3,}+")
 # Placeholder of code. A lone surrogate has no UTF-8, so no request can contain it.
 _CODE = "\ud800"
 MAX_MARKS = 200_000
-"""Maximum number of line breaks and backticks, or of invisible runs.
+"""Maximum number of line breaks and backticks, or of runs of invisible characters.
 
-A text that exceeds the maximum is not changed.
+A text that exceeds either limit is not changed.
 """
 
 
@@ -138,7 +138,7 @@ def _hidden(text: str) -> list[Span]:
 
 
 def _without(text: str, start: int, end: int, hidden: Sequence[Span]) -> str:
-    """Return the text between `start` and `end`, without its hidden spans."""
+    """Return the text between `start` and `end` without its invisible characters."""
     pieces = []
     at = start
     for i in range(bisect.bisect_left(hidden, (start, 0)), len(hidden)):
@@ -151,7 +151,7 @@ def _without(text: str, start: int, end: int, hidden: Sequence[Span]) -> str:
 
 
 def _code_ranges(text: str, hidden: Sequence[Span]) -> list[Span]:
-    """Return the spans of code in the text, as if the hidden spans were absent."""
+    """Find code as if the text had no invisible characters, and return its spans in the text."""
     if not hidden:
         return find_code(text, _BREAK)
     starts = []

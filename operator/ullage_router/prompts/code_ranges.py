@@ -1,7 +1,7 @@
 """Finds code in Markdown: fenced blocks, indented blocks, and spans between backticks.
 
-The rules follow https://spec.commonmark.org/0.31.2/, except that a text counts as code when in
-doubt. For example, fences may follow quote and list markers, and may have any indentation.
+The rules follow https://spec.commonmark.org/0.31.2/, except that ambiguous text counts as code. For
+example, fences may follow quote and list markers, and may have any indentation.
 """
 
 import bisect
@@ -77,7 +77,7 @@ def _closes(line: str, fence: str) -> bool:
 
 
 def _inline(text: str, start: int, end: int) -> Iterator[Range]:
-    """Yield the spans between two backtick runs of equal length in one paragraph."""
+    """Yield the spans of inline code, between backtick runs of equal length in one paragraph."""
     runs, by_kind = _runs(text, start, end)
     i = 0
     while i < len(runs):
@@ -96,7 +96,12 @@ def _inline(text: str, start: int, end: int) -> Iterator[Range]:
 def _runs(
     text: str, start: int, end: int
 ) -> tuple[list[tuple[int, int, int]], dict[tuple[int, int], list[int]]]:
-    """Return backtick runs as (start, length, paragraph), with indices by (paragraph, length)."""
+    """Find all backtick runs, and index them by paragraph and length.
+
+    Returns:
+        A (start, length, paragraph) tuple for each run, and the positions of the runs in this list
+        by (paragraph, length).
+    """
     runs: list[tuple[int, int, int]] = []
     by_kind: dict[tuple[int, int], list[int]] = {}
     if text.find("`", start, end) < 0:

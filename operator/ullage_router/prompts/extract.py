@@ -1,10 +1,10 @@
 """Shortens turns to their most important sentences.
 
-Sentences are chosen greedily by (new facts + weight of new words) per character, until the budget
-is used up. The greedy choice approximates maximum coverage within a factor of 1 - 1/e (Nemhauser,
-Wolsey and Fisher, 1978). Gains only decrease, so a heap avoids evaluating most sentences again.
-Sentences keep their order, and a code block is one sentence. The time is linear in the length of
-the text.
+A sentence's gain is the weight of the facts and words that it adds to the extract, per character.
+Sentences with the largest gain are chosen greedily until the budget is used up. The greedy choice
+approximates maximum coverage within a factor of 1 - 1/e (Nemhauser, Wolsey and Fisher, 1978). Gains
+only decrease as sentences are chosen, so a heap avoids re-evaluating most of them. Sentences keep
+their order, and a code block counts as one sentence. The time is linear in the length of the text.
 """
 
 import heapq
@@ -24,9 +24,9 @@ MAX_SENTENCES = 4000
 FACT_WEIGHT = 4.0
 """Weight of a new fact. A new word that occurs in n sentences has the weight log(1 + n)."""
 LENGTHS = (0.3, 0.5, 0.7)
-"""Lengths of an extract to try, as shares of the turns' length.
+"""Lengths of an extract to try, as fractions of the turns' length.
 
-The shortest extract that keeps the facts is used.
+The shortest extract that keeps enough facts is used.
 """
 _BLOCK = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1[^\n]*$|\Z)", re.DOTALL | re.MULTILINE)
 _END = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"')\]]*+\s++|\n++")
@@ -44,7 +44,7 @@ class Sentence:
 
 
 def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
-    """Return at most `budget` characters of the turns, one line per turn, such as `user: ...`."""
+    """Summarise turns in at most `budget` characters, with one line per turn (`user: ...`)."""
     texts = ((i, text) for i, turn in enumerate(turns) for text in _sentences(turn["content"]))
     sentences = [
         Sentence(i, text, key_facts(text), frozenset(_words(text)))
@@ -57,7 +57,7 @@ def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
 
 
 def extract(turns: Sequence[Turn], fact_share: float) -> str:
-    """Return the shortest extract that keeps this share of the facts (empty if none does)."""
+    """Return the shortest extract that keeps the fraction `fact_share` of facts (empty if none)."""
     facts = key_facts(as_text(turns))
     size = num_characters(turns)
     for length in LENGTHS:
@@ -68,7 +68,7 @@ def extract(turns: Sequence[Turn], fact_share: float) -> str:
 
 
 def as_text(turns: Sequence[Turn]) -> str:
-    """Return the turns as one text, with their roles."""
+    """Join the turns, with their roles, into one text."""
     return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 

@@ -1,4 +1,4 @@
-"""Turns an HTML document into Markdown.
+"""Converts HTML documents to Markdown.
 
 The scanner takes linear time because it never backtracks. Python's own parser takes cubic time on
 unfinished tags. With 50,000 nested elements, html-to-markdown 3 loses text without an error, and
@@ -31,7 +31,10 @@ _END_OF = {name: re.compile(rf"</{name}\b[^>]*+>", re.I) for name in _DROPPED}
 
 
 def looks_like_html(text: str) -> bool:
-    """Return whether a whole text is HTML, from the opening tag of a block to a closing tag."""
+    """Return whether the whole text is HTML.
+
+    HTML starts with a doctype or the opening tag of a block, and ends with a closing tag.
+    """
     begin = _BEGINS.match(text)
     if not begin or text.count("<") > MAX_TAGS:
         return False
@@ -41,7 +44,10 @@ def looks_like_html(text: str) -> bool:
 
 
 def to_text(text: str) -> str:
-    """Return headings, lists, tables, links and code as Markdown, without scripts and styles."""
+    """Convert HTML to Markdown with headings, lists, tables, links and code.
+
+    Scripts and styles are dropped.
+    """
     page = _Page()
     at = 0
     while at < len(text):
@@ -54,7 +60,7 @@ def to_text(text: str) -> str:
 
 
 def _markup(page: "_Page", text: str, start: int) -> int:
-    """Read the markup that begins with < at `start`, and return the index of its end."""
+    """Process the markup that begins with < at `start`, and return the index of its end."""
     for opening, closing in (("<!--", "-->"), ("<!", ">"), ("<?", ">")):
         if text.startswith(opening, start):
             end = text.find(closing, start + len(opening))
@@ -87,7 +93,7 @@ class _Page:
         self._cells = 0
 
     def text(self, raw: str) -> None:
-        """Add a piece of the document's text."""
+        """Add text from between the document's tags."""
         if self._code is not None:
             self._code.append(_unescape(raw))
         elif raw:
@@ -162,7 +168,7 @@ class _Page:
 
 
 def _unescape(text: str) -> str:
-    """Return the text with character references replaced, unless one has too many digits."""
+    """Replace character references such as `&amp;`, unless one of them has too many digits."""
     try:
         return html.unescape(text)
     except ValueError:  # of int(), which refuses more than a few thousand digits

@@ -1,4 +1,4 @@
-"""Finds the facts of a text: numbers with units, dates, addresses, names and identifiers."""
+"""Finds the key facts in a text: numbers with units, dates, addresses, names and identifiers."""
 
 import re
 
@@ -25,7 +25,7 @@ _INLINE_CODE = re.compile(r"`([^`\n]{1,200})`")
 
 
 def key_facts(text: str) -> frozenset[str]:
-    """Return the facts of a text verbatim, without surrounding punctuation."""
+    """Return the facts in a text verbatim, without surrounding punctuation."""
     result: set[str] = {match[1].strip() for match in _INLINE_CODE.finditer(text)} - {""}
     for match in _FACT.finditer(text):
         if len(result) >= MAX_FACTS:
@@ -43,7 +43,7 @@ def key_facts(text: str) -> frozenset[str]:
 
 
 def share_kept(facts: frozenset[str], text: str) -> float:
-    """Return the share of the facts that occur verbatim in the text, or 1 if there are no facts."""
+    """Return the fraction of the facts that occur verbatim in the text (1 if there are none)."""
     if not facts:
         return 1.0
     present = key_facts(text)

@@ -1,9 +1,10 @@
 """Counts the tokens of a conversation that is far too long, without rendering it in full.
 
-Rendering takes up to ten times the conversation's memory. But a template may omit reasoning, old
-turns, or text next to calls, so not all text counts. Therefore the template first renders an
-outline: the conversation with a short placeholder for each long stretch of text. If a placeholder
-appears unchanged in the result, the template writes the stretch of text.
+Rendering takes up to ten times the conversation's memory. Counting the tokens of all text instead
+would be wrong, because a template may omit reasoning, old turns, or text next to tool calls. The
+template therefore first renders an outline: the conversation with a short placeholder for each long
+stretch of text. If a placeholder appears unchanged in the result, the template would have written
+the whole stretch, so the tokens of the stretch count.
 """
 
 import json
@@ -19,17 +20,23 @@ from ullage_router.prompts.tools.tool_use import ToolUse
 from ullage_router.tokenizer.model import Model, PromptError
 
 LARGEST = 64 << 10
-"""Maximum number of characters of an outline, or 1/4 of the conversation if that is more."""
+"""Maximum length of an outline in characters, or 1/4 of the conversation if that is more."""
 EDGE = 16
-"""Number of characters that are kept at each end of a stretch."""
+"""Number of original characters that are kept before and after a placeholder."""
 SAMPLE = 'Ab "\\<&>\n \u00e9'
-"""Text that a template's filters for letters, JSON, HTML or whitespace would change."""
+"""Part of every placeholder, to detect whether the template changes text.
+
+Filters for letters, JSON, HTML or whitespace would change this sample.
+"""
 TEXTS = ("content", "reasoning_content", "thinking")
-"""Fields of a turn that may be long and to which no other turn refers."""
+"""Fields of a turn that may be long and that no other turn refers to."""
 MOST_FILLING = 4096
-"""Maximum number of characters added to a placeholder if the template compares lengths."""
+"""Maximum padding of a placeholder, in characters.
+
+Placeholders are padded if the template compares the lengths of texts.
+"""
 PART = 64 << 10
-"""Number of characters in one part of a stretch."""
+"""Maximum number of characters of a stretch that are tokenised at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class Stretch:
         return _as_json(content) if self.is_json else content
 
     def parts(self) -> Iterator[str]:
-        """Yield the stretch in parts of at most PART characters."""
+        """Yield the stretch in chunks of at most PART characters."""
         content = self.content
         return (content[i : i + PART] for i in range(0, len(content), PART))
 
@@ -65,10 +72,10 @@ class _TooLarge(Exception):
 
 
 class Outline:
-    """A conversation with placeholders for its long stretches.
+    """A conversation with placeholders for its long stretches of text.
 
     Args:
-        model: the model. Words that its chat template searches for are kept.
+        model: the model. If its chat template searches for certain words, they are kept.
         most: maximum number of characters of the outline.
     """
 
@@ -91,7 +98,7 @@ class Outline:
         return [self._turn(turn, place) for place, turn in enumerate(turns)]
 
     def written(self, prompt: str) -> Iterator[Stretch]:
-        """Yield each stretch whose placeholder is in the rendered outline, without repetitions."""
+        """Yield the stretches whose placeholders are unchanged in a rendered outline, once each."""
         places = set[int]()
         for match in re.finditer(f"Pq{self._nonce}n(\\d+)z", prompt):
             place = int(match[1])
@@ -157,7 +164,7 @@ class Outline:
 def written(
     model: Model, turns: Sequence[Turn], use: ToolUse, arguments: Mapping[str, Any], size: int
 ) -> list[Stretch]:
-    """Return long stretches that the template is certain to write, though not necessarily all.
+    """Return long stretches of text that the template is certain to write, though maybe not all.
 
     Args:
         size: number of characters of the conversation.
@@ -174,7 +181,7 @@ def written(
 
 
 def are_more(model: Model, texts: Iterable[str], most: int) -> bool:
-    """Return whether the texts certainly have more than `most` tokens.
+    """Return whether the texts together are certain to have more than `most` tokens.
 
     Raises:
         PromptError: one of the texts cannot be tokenised.

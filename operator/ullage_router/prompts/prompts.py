@@ -1,4 +1,4 @@
-"""Builds the prompt for engines from the input of a request: token ids, a text or messages."""
+"""Builds the engines' prompt from a request's input: token ids, a text or messages."""
 
 import functools
 from array import array
@@ -32,13 +32,16 @@ TOKEN_BYTES = 12
 CHARACTER_BYTES = 8
 """Bytes of memory per character: at most 4 bytes in the turns and 4 in the request."""
 MAX_CHARACTERS_PER_TOKEN = 64
-"""Maximum number of input characters per token of the context: 16 times the usual number."""
+"""Maximum input characters per token of context length. Typical text has a sixteenth of this."""
 MAX_CONTEXTS = 16
-"""Number of context lengths that a conversation may fill before turns are dropped."""
+"""Maximum length of a conversation from which turns may be dropped, in context lengths."""
 COUNTED_CONTEXTS = 4
-"""Number of context lengths up to which an overlong text's tokens are counted for the error."""
+"""Multiple of the context length up to which an overlong text's tokens are counted.
+
+The error message states the count.
+"""
 USUAL_CHARACTERS_PER_TOKEN = 8
-"""Number of characters per context token above which turns are counted before rendering.
+"""Input characters per token of context length above which tokens are counted before rendering.
 
 This is twice the usual number.
 """
@@ -63,7 +66,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def memory_bytes(self) -> int:
-        """An upper estimate of the bytes that the tokens, turns and request use in this process."""
+        """Estimated upper bound on the bytes that tokens, turns and request use in this process."""
         return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
@@ -80,12 +83,12 @@ class PromptBuilder:
     """Converts input to prompts: cleanses and tokenises it, and summarises long conversations.
 
     Args:
-        section: rules of cleansing.
+        section: the cleansing rules.
         summarizer: summarises long conversations. None leaves them unchanged.
         engines: provide the maximum context length.
         threads: threads that tokenise long texts.
         intake: thread that reads conversations with many or long turns.
-        is_cascade: whether other models may answer, too. Each model then uses the template
+        is_cascade: whether other models may answer, too. Each model then uses only the template
             arguments that it supports.
         drops_turns: whether turns of conversations that are too long may be dropped.
     """
@@ -216,10 +219,10 @@ class PromptBuilder:
     def _read(
         self, model: Model, request: inference_pb2.GenerateRequest
     ) -> tuple[tuple[Turn, ...], ToolUse, int]:
-        """Read messages after checking their sizes.
+        """Check the sizes of the messages, and convert them to turns.
 
         Returns:
-            The turns, the use of tools, and the total number of their characters.
+            The turns, how tools are used, and the total number of characters of both.
         """
         messages = request.messages
         self._check_whole(_num_characters(messages))
@@ -273,7 +276,7 @@ class PromptBuilder:
             raise invalid(field, message, "CONTEXT_TOO_LONG")
 
     def _check_count(self, num_tokens: int) -> None:
-        """Refuse a prompt with more tokens than any engine accepts, before they are copied."""
+        """Refuse a prompt with more tokens than any engine accepts, before copying the tokens."""
         context = self._engines.max_model_len
         if num_tokens > context:
             message = f"prompt has {num_tokens} tokens and the context is {context}; shorten it"
@@ -298,7 +301,7 @@ def _num_characters(messages: inference_pb2.Messages) -> int:
 
 
 def _check_calls(messages: inference_pb2.Messages) -> None:
-    """Refuse calls whose arguments have too many JSON values."""
+    """Refuse tool calls whose arguments together have too many JSON values."""
     counter = JsonCounter("messages", VALUE_LIMITS, "messages: the arguments of all calls: JSON")
     for message in messages.messages:
         for call in message.tool_calls:

@@ -1,8 +1,9 @@
-"""Replaces the oldest turns of a conversation that fills most of the context with a summary.
+"""Summarises the oldest turns of a conversation that fills most of the context.
 
-The summary is a labelled turn of the user, followed by one word of the assistant, so that roles
-alternate as strict templates require. The summary consists of sentences from the turns
-(`extract.py`). If the summary would lose facts (`key_facts.py`), the conversation is not changed.
+The summary is inserted as a labelled user turn, followed by a one-word assistant turn, so that
+roles alternate as strict templates require. The summary consists of sentences from the replaced
+turns (`extract.py`). If too many facts would be lost (`key_facts.py`), the conversation is not
+changed.
 """
 
 import hashlib
@@ -40,9 +41,9 @@ class SummarizedHistory:
 
 
 def oldest(turns: Sequence[Turn], share: float, keep: int) -> list[int]:
-    """Return the indices of the oldest turns to summarise, which are about this share of all turns.
+    """Return the indices of the oldest turns to summarise, about `share` (a fraction) of all turns.
 
-    The cut is before a user turn, so that calls stay with their results and roles alternate.
+    The turn that follows is a user turn, so that calls stay with their results and roles alternate.
     """
     places = droppable(turns, keep)
     roles = [turn["role"] for turn in turns if turn["role"] not in KEPT_ROLES]
@@ -73,10 +74,11 @@ class HistorySummarizer:
     The latest summaries are cached, since clients send all turns each time.
 
     Args:
-        section: the threshold, the share to summarise, and the share of facts to keep.
+        section: the threshold, the fraction of turns to summarise, and the fraction of facts that
+            the summary must keep.
         threads: threads that process long texts.
         on_done: called with the outcome and the number of prompt tokens saved. The outcome is
-            `extractive`, or `refused` if facts were lost or nothing was gained.
+            `extractive`, or `refused` if too many facts were lost or no tokens were saved.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class HistorySummarizer:
         return shorter, ids
 
     async def _summary(self, turns: Sequence[Turn], tenant: str, size: int) -> str:
-        """Return the summary (empty if facts would be lost)."""
+        """Return the summary (empty if too many facts would be lost)."""
         key = await self._threads.run(size, lambda: _digest(turns, tenant), tenant)
         summary = self._cache.get(key)
         if summary is None:
@@ -175,7 +177,7 @@ def _digest(turns: Sequence[Turn], tenant: str) -> bytes:
 
 
 def _plain(turn: Turn) -> Turn:
-    """Return a turn as plain text, including its calls."""
+    """Return a turn as plain text, including its tool calls."""
     calls = [
         json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())
     ]

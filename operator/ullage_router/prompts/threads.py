@@ -1,8 +1,9 @@
 """Threads that process long texts and are shared fairly between tenants.
 
-The order is start-time fair queueing (Goyal, Vin and Cheng, 1996): tenants have equal shares, and a
-tenant's own texts are processed in order of arrival. Long texts are processed one at a time, so one
-thread is always free for short texts, and memory for long texts is needed only once.
+Texts are scheduled by start-time fair queueing (Goyal, Vin and Cheng, 1996): tenants get equal
+shares of the threads, and a tenant's own texts are processed in order of arrival. Long texts are
+processed one at a time. The other thread is therefore always free for short texts, and only one
+long text needs memory at a time.
 """
 
 import asyncio
@@ -54,9 +55,9 @@ class TokenizerThreads:
         self._total_size = 0
 
         self._now = 0.0
-        """Virtual time, which is the latest start of a job."""
+        """Current virtual time: the latest virtual start time of a job that has started."""
         self._ends: dict[str, float] = {}
-        """Virtual time at which a tenant's last job ends, unless that time has passed."""
+        """Virtual time at which each tenant's last job ends. Times in the past are removed."""
         self._end_times: list[tuple[float, str]] = []
         """Heap of the future end times of all jobs, used to remove tenants from `_ends`."""
 
@@ -73,7 +74,7 @@ class TokenizerThreads:
 
         Args:
             num_characters: approximate number of characters that the work processes.
-            tenant: the tenant whose share is charged for the work.
+            tenant: the tenant to whose share the work is charged.
 
         Raises:
             ServiceError: too many texts are waiting.
@@ -132,7 +133,7 @@ class TokenizerThreads:
             running.add_done_callback(lambda done, job=job: self._end_job(job, done))  # type: ignore[misc]
 
     def _pass_time(self, start: float) -> None:
-        """Advance the virtual time, and remove the tenants whose jobs have ended at that time."""
+        """Advance the virtual time, and forget the tenants whose jobs have all ended by then."""
         self._now = max(self._now, start)
         while self._end_times and self._end_times[0][0] <= self._now:
             end, tenant = heapq.heappop(self._end_times)
@@ -160,7 +161,7 @@ class TokenizerThreads:
 
 
 def _do_nothing() -> None:
-    """Do nothing. This function replaces a job's work, to free the text."""
+    """Do nothing. A job that left the queue gets this as its work, so that its text is freed."""
 
 
 def _copy(done: "asyncio.Future[Any]", waiting: "asyncio.Future[Any]") -> None:

@@ -50,9 +50,9 @@ def truncate(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int = 1,
 ) -> Truncated:
-    """Drop the fewest turns that make the conversation fit the budget, and return the rest.
+    """Make a conversation fit the budget, dropping as few turns as possible.
 
-    If nothing fits, all droppable turns are dropped.
+    If the conversation never fits, all droppable turns are dropped.
 
     Args:
         budget: maximum number of tokens.
@@ -74,7 +74,7 @@ def _fewest_dropped(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int,
 ) -> tuple[int, list[Turn]]:
-    """Find the fewest turns to drop by bisection, since every drop shortens the prompt."""
+    """Find the fewest turns to drop, by bisection, because dropping more shortens the prompt."""
     places = droppable(turns, keep)
     cuts = _cuts(turns, places)
     low = 0
@@ -91,7 +91,7 @@ def _fewest_dropped(
 def _cuts(turns: Sequence[Turn], places: Sequence[int]) -> list[int]:
     """Return the possible numbers of turns to drop, in ascending order.
 
-    After each of these cuts, the remaining turns begin with a user turn.
+    Turns are dropped only up to a user turn, so that the remaining conversation begins with one.
     """
     begins = [n for n in range(1, len(places)) if turns[places[n]]["role"] == "user"]
     return [*begins, len(places)]

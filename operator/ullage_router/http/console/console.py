@@ -2,7 +2,7 @@
 
 /console               the page, with console.css and console.js below it
 /console/events        server-sent events:
-    state                  /stats without its records, at once and every second
+    state                  /stats without its records, immediately and then every second
     decisions              records of requests that ended since the last event, oldest first. The
                            first event has the latest records
 /console/overload      sends many requests at once, only for a service on this machine
@@ -64,7 +64,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class RecordBuffer:
-    """A bounded buffer of records that have not been sent to one reader yet."""
+    """A bounded buffer of the records that have not been sent to a particular reader yet."""
 
     def __init__(self, latest: Sequence[RequestRecord]) -> None:
         self._pending = deque(latest, MAX_PENDING)
@@ -109,7 +109,7 @@ class Console:
         service.observers.append(self._on_end)
 
     def serve_requests(self, app: Endpoint) -> None:
-        """Set the endpoint that serves the requests from the chat and from overloads."""
+        """Set the endpoint that serves the page's chat requests and the test overloads."""
         self._app = app
 
     def routes(self) -> Routes:
@@ -127,7 +127,7 @@ class Console:
         return routes
 
     def close(self) -> None:
-        """Stop open event streams and the overload, which would delay the server's shutdown."""
+        """End open event streams and the overload, which would otherwise delay the shutdown."""
         self._closing.set()
         if self._overload:
             self._overload.cancel()
@@ -190,7 +190,7 @@ class Console:
                 await self._closing.wait()
 
     async def _begin_overload(self, request: Request, reply: Reply) -> None:
-        """Start an overload, and reply at once with the prefix of its request ids."""
+        """Start an overload, and reply immediately with the prefix of its request ids."""
         try:
             asked = msgspec.json.decode((await request.read_json()).take(), type=Overload)
         except msgspec.DecodeError as error:
@@ -246,7 +246,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def _discard(message: Message) -> None:
-    """Ignore a part of the reply, because no client reads the reply."""
+    """Ignore part of a reply that no client reads."""
 
 
 def _event(name: bytes, data: dict[str, object]) -> bytes:

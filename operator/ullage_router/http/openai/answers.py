@@ -1,7 +1,7 @@
 """The bodies of OpenAI's responses, as typed structures for the OpenAPI document.
 
-`responses.py` and `embeddings.py` write responses without these structures. Tests parse the written
-responses with these structures, and so detect fields that exist on only one side.
+`responses.py` and `embeddings.py` write responses without using these structures. Tests parse real
+responses into these structures, which reveals any field that only one of the two has.
 """
 
 from typing import Literal

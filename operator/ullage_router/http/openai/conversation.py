@@ -30,7 +30,7 @@ _CHOICES = 'none, auto, required, {"type": "function", "function": {"name": ...}
 def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) -> None:
     """Move a chat body's messages, and copy its tools, into a conversation.
 
-    Each message is removed from the body when it is converted, since two copies of a long
+    Each message is removed from the body as soon as it is converted, since two copies of a long
     conversation would take megabytes.
 
     Raises:
@@ -48,7 +48,7 @@ def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) ->
 
 
 def _template_arguments(chat: ChatRequest) -> str:
-    """Return `chat_template_kwargs` and `reasoning_effort` as JSON variables for the template."""
+    """Return the template's variables as JSON: `chat_template_kwargs` and `reasoning_effort`."""
     if not chat.chat_template_kwargs and chat.reasoning_effort is None:
         return ""
 

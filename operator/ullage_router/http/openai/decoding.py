@@ -1,7 +1,7 @@
 """Decode JSON bodies into structures, with errors that name the field.
 
-Long bodies are decoded field by field, and long lists of token ids piece by piece, since a parser
-holds the GIL until it returns.
+Long bodies are decoded field by field, and long lists of token ids in chunks, since a parser holds
+the GIL until it returns.
 """
 
 import functools
@@ -38,13 +38,13 @@ _AT = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$",
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _HALF_PAIR_BYTES = 11
-"""Maximum bytes from an escaped half of a surrogate pair to the end of a body.
+"""Number of bytes at the end of a body to search for an escaped half of a surrogate pair.
 
-msgspec reports such a half as truncated JSON. The half takes six bytes, and the rest of the pair at
-most five.
+If a body ends too soon after such a half, msgspec reports truncated JSON. The escaped half takes
+six bytes, and the rest of the pair at most five.
 """
 _HALF_PAIR_ERRORS = ("surrogate pair", "unexpected end of hex escape")
-"""Parts of msgspec's messages about half a surrogate pair. The second is for a skipped field."""
+"""Substrings of msgspec's errors about half a surrogate pair. The second is for skipped fields."""
 _TOKENS = msgspec.json.Decoder(list[Token])
 
 
@@ -167,9 +167,9 @@ def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _
 
 
 def _is_half_pair(text: str, body: bytes) -> bool:
-    """Return whether a msgspec error is about an escaped half of a surrogate pair.
+    """Return whether a msgspec error is about half of an escaped surrogate pair.
 
-    At the end of the body, msgspec reports half a pair as truncated JSON.
+    If the half is at the end of the body, msgspec reports truncated JSON.
 
     Args:
         text: The message of msgspec's error.
@@ -214,7 +214,7 @@ def _short(value: object) -> str:
 
 
 def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
-    """Return the token ids of a long JSON list, or of each inner list, at four bytes per id.
+    """Decode a long JSON list of token ids, or a list of such lists, at four bytes per id.
 
     Returns:
         One array for a list of token ids, or several arrays for a list of lists. None if the JSON

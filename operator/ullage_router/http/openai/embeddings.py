@@ -1,7 +1,7 @@
 """Serve POST /v1/embeddings.
 
-Each input is a separate request that is admitted and placed independently. A body gets one response
-or one error for all its inputs.
+Each input becomes a separate request that is admitted and placed independently. The client gets
+either one response or one error for all inputs of a body.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from ullage_router.tenants.session import TenantSession
 
 MAX_INPUTS = 2048
 MAX_PARALLEL = 32
-"""Maximum number of inputs of one body that run or are queued at a time."""
+"""Maximum number of one body's inputs that run or are queued at a time."""
 MAX_VECTOR_BYTES = 64 << 20
 """Maximum total size in bytes of one body's embeddings, which are kept until all are computed."""
 MAX_ALL_VECTOR_BYTES = 256 << 20
@@ -181,10 +181,10 @@ class _Run:
         self._asked = asked
         self._deadline = time.monotonic() + self._limits.total_timeout
         self._waiting = deque(range(len(asked)))
-        """Indices of the inputs that are not served yet."""
+        """Indices of the inputs that still wait to be served."""
         self._num_running = 0
         self._failure: ServiceError | None = None
-        """The error that ends all inputs."""
+        """The error with which all inputs fail, or None."""
         self._vectors = [b""] * len(asked)
         """Embeddings as little-endian float32, by index. Empty until computed."""
         self._num_tokens = 0
@@ -229,7 +229,7 @@ class _Run:
         self._taken_bytes = 0
 
     def pieces(self, *, is_base64: bool) -> Iterator[bytes]:
-        """Yield the body of the response in pieces of about PIECE_BYTES.
+        """Yield the body of the response in chunks of about PIECE_BYTES.
 
         Each embedding is dropped once it is encoded, so call this method only once.
         """
@@ -248,7 +248,7 @@ class _Run:
         yield bytes(piece) + b"]," + msgspec.json.encode({"model": self._model, "usage": usage})[1:]
 
     def _max_parallel(self) -> int:
-        """Return how many inputs may run or queue at a time without displacing each other."""
+        """Return how many inputs may run or queue at a time without exceeding a limit."""
         most = self._tenant.max_concurrency or MAX_PARALLEL
         return min(len(self._asked), MAX_PARALLEL, most, 1 + self._max_queued)
 
@@ -262,8 +262,8 @@ class _Run:
         """Serve the inputs one after another.
 
         If the body's other inputs have used up the quota or the memory, the input is put back and
-        this worker ends, so that fewer inputs run in parallel. The last worker waits until the
-        shortage has passed, once at least one embedding is computed.
+        this worker exits, so that fewer inputs run in parallel. The last worker does not exit but
+        waits for the shortage to pass, provided that at least one embedding has been computed.
         """
         while self._waiting:
             index = self._waiting.popleft()

@@ -118,7 +118,7 @@ class Writer:
         self._timer: asyncio.TimerHandle | None = None
 
     async def whole(self, answer: JSON, later: Headers) -> None:
-        """Send a whole response.
+        """Send a complete, non-streamed response.
 
         Args:
             answer: The body of the response.
@@ -127,10 +127,10 @@ class Writer:
         await self._body(200, _encode(answer), later)
 
     async def in_pieces(self, pieces: Iterator[bytes]) -> None:
-        """Send a JSON body piece by piece.
+        """Send a JSON body in chunks.
 
-        Each piece is created once the client has read enough of the earlier pieces. Between two
-        pieces, the event loop serves other requests.
+        Each chunk is created once the client has read enough of the earlier ones. Between two
+        chunks, the event loop serves other requests.
         """
         first = next(pieces)
         second = next(pieces, None)
@@ -148,7 +148,7 @@ class Writer:
     def wait_for_stream(self) -> None:
         """Send a comment after each long silence, so that load balancers keep the connection.
 
-        The first comment starts the stream.
+        The first comment starts the stream if it has not started yet.
         """
         if self._keepalive_s:
             self._sent_at = self._loop.time()
@@ -174,7 +174,7 @@ class Writer:
             self._timer = None
 
     def _keep_alive(self) -> None:
-        """Send a comment after a long enough silence, and schedule the next check."""
+        """Send a comment if the stream was silent for too long, and schedule the next check."""
         now = self._loop.time()
         if now - self._sent_at >= self._keepalive_s:
             self.start_stream()
@@ -184,7 +184,7 @@ class Writer:
         self._timer = self._loop.call_at(due, self._keep_alive)
 
     async def events(self, data: bytes) -> None:
-        """Send encoded events of the stream to the client."""
+        """Send encoded server-sent events to the client."""
         self._sent_at = self._loop.time()
         await self._reply.piece(data)
 
@@ -296,7 +296,7 @@ class GenerateEndpoint:
 
 
 def as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
-    """Return the error to send to the client, and log an error that is a fault of the router."""
+    """Return the error to send to the client. Log the original error if the router is at fault."""
     if isinstance(error, ServiceError):
         return error
     log.error("request failed", exc_info=error, extra={"request_id": record.request_id})

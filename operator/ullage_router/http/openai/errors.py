@@ -28,7 +28,7 @@ _CODES = {
     "CONTEXT_TOO_LONG": "context_length_exceeded",
     "MODEL_NOT_FOUND": "model_not_found",
 }
-"""OpenAI's codes for errors with the same meaning as the service's."""
+"""Maps this service's error reasons to the OpenAI codes with the same meaning."""
 _FIELDS = {
     "grammar.json_schema": "response_format.json_schema.schema",
     "grammar.regex": "structured_outputs.regex",
@@ -37,7 +37,7 @@ _FIELDS = {
     "grammar": "response_format",
     "samples.beam": "use_beam_search",
 }
-"""OpenAI's and vLLM's field names that differ from the protobuf names, by protobuf prefix."""
+"""Maps prefixes of protobuf field names to the names that OpenAI or vLLM uses instead."""
 
 
 def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool = False) -> bytes:
@@ -71,7 +71,7 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
 
 
 def error_headers(error: ServiceError) -> Headers:
-    """Return a Retry-After header if a retry helps, or `x-should-retry: false` if it does harm."""
+    """Return `retry-after` if a retry helps, or `x-should-retry: false` if it would do harm."""
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:
@@ -83,9 +83,9 @@ def error_headers(error: ServiceError) -> Headers:
 
 
 def resumed_headers(finished: inference_pb2.Finished) -> Headers:
-    """Return headers with the engines that resumed an answer.
+    """Return headers that name the engines that resumed an interrupted answer.
 
-    The headers also show whether those engines compute differently.
+    The headers also tell whether those engines compute differently from the original engine.
     """
     headers = []
     if finished.resumed_on:

@@ -161,7 +161,7 @@ def _is_token(key: str) -> bool:
 
 
 def _samples(common: Common) -> inference_pb2.Samples | None:
-    """Return the requested number of answers or beam search, or None for a single answer.
+    """Return how many answers or which beam search is requested, or None for a single answer.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.
@@ -307,7 +307,7 @@ def _set_prompt(request: Request, raw: msgspec.Raw) -> None:
 
 
 def set_tokens(request: Request, ids: Sequence[int]) -> None:
-    """Set the prompt's token ids in pieces, since each copy holds the GIL."""
+    """Set the prompt's token ids in chunks, since the GIL is held while a chunk is copied."""
     request.token_ids.SetInParent()
     for start in range(0, len(ids), PIECE_BYTES):
         request.token_ids.ids.extend(ids[start : start + PIECE_BYTES])

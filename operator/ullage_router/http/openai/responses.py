@@ -1,15 +1,15 @@
-"""The bodies of OpenAI's chat and completion responses, whole or as the chunks of a stream.
+"""The bodies of OpenAI's chat and completion responses, complete or as the chunks of a stream.
 
 `finish_reason` has OpenAI's values. `stop_reason`, which comes from vLLM, gives the cause:
 
     a stop string         "stop"      the string
     a lowered limit       "length"    the limit as in the header x-ullage-degraded: "max_tokens=64"
     a time limit          "length"    "timeout"
-    an engine was lost    "length"    ENGINE_LOST or ENGINE_SILENT, where no engine could resume the
+    an engine was lost    "length"    ENGINE_LOST or ENGINE_SILENT, if no engine could resume the
                                       answer in time
 
-An engine that resumes another engine's answer may compute a different text. A stream then has a
-comment at its end and a field in the usage chunk. A whole answer has the header
+An engine that resumes another engine's answer may compute a different text. In that case, a stream
+has a comment at its end and a field in the usage chunk, and a complete response has the header
 x-ullage-resumed-inexact.
 """
 
@@ -66,7 +66,7 @@ class Collected:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallPiece] = field(default_factory=list)
     end: SampleFinished | None = None
-    """The end of this choice, or None if the choice ended with the whole answer."""
+    """The event that ended this choice, or None if it ended together with the whole response."""
 
     def add(self, delta: Delta) -> None:
         """Append a delta to the choice."""
@@ -100,7 +100,7 @@ class Format(Protocol):
         """Return the last chunk of a choice that ends before the whole response."""
 
     def closing(self, finished: Finished) -> list[JSON]:
-        """Return the chunks after the last text: one for each unfinished choice, and the usage."""
+        """Return the final chunks: one for each choice that has not ended, and the usage chunk."""
 
     def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
         """Return the body of a whole response."""
@@ -272,7 +272,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
 
 
 def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> JSON:
-    """Return the logprobs object of a completion. `top_logprobs` always has the chosen token.
+    """Return the logprobs object of a completion. `top_logprobs` always includes the chosen token.
 
     Args:
         entries: The tokens.

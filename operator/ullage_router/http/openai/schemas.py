@@ -24,9 +24,9 @@ MAX_UINT32 = (1 << 32) - 1
 MAX_FIELD_BYTES = 64 << 10
 """Maximum size of a field's JSON in bytes, unless the field is a grammar or an input."""
 MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
-"""Maximum size of a grammar's JSON in bytes: six bytes per character if all are escaped."""
+"""Maximum size of a grammar's JSON in bytes, in which an escaped character takes six bytes."""
 INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
-"""Fields that have separate limits, or no limit other than that of the whole body."""
+"""Fields that have limits of their own, or only the limit on the whole body."""
 GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
 NULL = msgspec.Raw(b"null")
 
@@ -39,14 +39,14 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
-"""The texts that an answer may have. Each text takes at least two bytes of a grammar."""
+"""The texts from which the answer is chosen. Each takes at least two bytes of a grammar."""
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
 def unread() -> Any:
-    """Return a field whose JSON is decoded later. The field is null if the body lacks it.
+    """Define a field whose JSON is decoded later. The field is null if it is not in the body.
 
     A plain default would become part of the type's JSON schema, which cannot express raw JSON.
     """
@@ -163,7 +163,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         "modalities": (["text"],),
         "truncate_prompt_tokens": (),
     }
-    """Values of fields that have no effect, in addition to null.
+    """Values, by field, that have no effect and are therefore accepted, in addition to null.
 
     False and empty values have no effect either, unless the field is a switch.
     """
@@ -194,7 +194,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
-        """Return the values of a field that have no effect."""
+        """Return the values that have no effect if the field is set to them."""
         # Without 0: in vLLM, prompt_logprobs: 0 asks for logprobs of the prompt's own tokens.
         usual = () if name in _SWITCHES else _USUAL
         return (None, *usual, *cls.NEUTRAL.get(name, ()))

@@ -1,6 +1,6 @@
 """Writes the chunks of a streamed answer as server-sent events.
 
-The JSON around the text is the same for all chunks of a choice, and is encoded once.
+The JSON around the text is the same for all chunks of a choice, so it is encoded only once.
 """
 
 import msgspec
@@ -10,7 +10,7 @@ from ullage_router.http.openai.responses import JSON, Finished, Format, Response
 from ullage_router.telemetry.record import RESUMED_INEXACT
 
 _MARK = "\ue000the text\ue000"
-"""Placeholder for the text, at which a chunk is split in two. No other field contains it."""
+"""Placeholder for the text at which an encoded chunk is split. No other field contains it."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -18,7 +18,7 @@ class Chunks:
     """Convert the events of an answer to server-sent events.
 
     Args:
-        form: The format, which returns the chunks of an event.
+        form: The format, which converts an event to chunks.
         options: The fields that chunks have in addition to text.
     """
 
@@ -62,7 +62,10 @@ def sse_event(data: bytes) -> bytes:
 
 
 def _comment(finished: Finished) -> bytes:
-    """Return the comment for an inexactly resumed answer (empty for any other answer)."""
+    """Return the comment at the end of an inexactly resumed stream (empty for other streams).
+
+    Such a stream was resumed by an engine that may have computed a different text.
+    """
     return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
 
 

@@ -1,4 +1,5 @@
-"""Tool calls: from the functions that a request offers to the calls in an answer.
+"""Tool calling, from the functions that a request offers to the calls in an answer.
 
-The package depends on prompts, grammars and answer texts, but on neither engines nor queues.
+The package deals only with prompts, grammars and answer texts. It depends on neither engines nor
+queues.
 """

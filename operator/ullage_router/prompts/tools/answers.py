@@ -43,7 +43,7 @@ def _visible(event: Event, answers: list["_Answer"]) -> Iterator[Event]:
 
 
 class _Answer:
-    """The reader of one answer, with the number of calls found so far."""
+    """Reads one answer, and counts the tool calls found so far."""
 
     def __init__(self, use: ToolUse, sample: int) -> None:
         assert use.new_reader, "text alone needs no reading"
@@ -54,13 +54,13 @@ class _Answer:
         self._is_over = False
 
     def read(self, delta: Delta) -> None:
-        """Replace the delta's text with the pieces that the reader returns."""
+        """Replace the delta's raw text with the text, reasoning and calls that the reader found."""
         pieces = self._reader.push(delta.text)
         delta.text = ""
         self._fill(delta, pieces)
 
     def end(self, finished: Finished) -> Iterator[Event]:
-        """Yield the text that was held back. If the answer has calls, set the finish reason."""
+        """Yield any text that was held back, and set the finish reason if the answer has calls."""
         if not self._is_over:
             self._is_over = True
             last = Delta(sample=self._sample)

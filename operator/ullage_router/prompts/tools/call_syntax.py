@@ -24,11 +24,14 @@ class ParsedCall:
 
 
 ParseCalls = Callable[[str], list[ParsedCall] | None]
-"""A function that returns the calls in a text, or None if the text has anything else."""
+"""A function that returns the calls in a text, or None if the text contains anything else."""
 
 
 def parse_json_calls(text: str) -> list[ParsedCall] | None:
-    """Parse JSON objects, possibly in a list, with "name", and "arguments" or "parameters"."""
+    """Parse tool calls written as JSON objects, possibly in a list.
+
+    Each object has a "name", and "arguments" or "parameters".
+    """
     text = text.strip().removeprefix("<|python_tag|>").strip()
     if text.startswith("```"):
         text = text.removeprefix("```").removeprefix("json").removesuffix("```").strip()
@@ -39,7 +42,7 @@ def parse_json_calls(text: str) -> list[ParsedCall] | None:
 
 
 def parse_python_calls(text: str) -> list[ParsedCall] | None:
-    """Parse `[name(argument=literal, ...), ...]`, or JSON, which some models write instead."""
+    """Parse `[name(argument=literal, ...), ...]`, or the JSON that some models write instead."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # escapes such as \d are valid with a warning

@@ -1,9 +1,9 @@
 """Forces a model to call a function.
 
-The prompt begins the call in the model's own format, and a grammar enforces the rest. With one
-function, the prompt ends just before the arguments, and the grammar is the schema of the arguments.
-With several functions, the answer begins with the choice of a function. The answer ends after the
-arguments.
+The prompt ends with the beginning of a call in the model's own format, and a grammar enforces the
+rest. If there is only one function, the prompt ends just before the arguments, and the grammar is
+the schema of the arguments. If there are several, the answer begins with the name of the function
+that the model chooses. The answer ends after the arguments.
 """
 
 import json
@@ -49,7 +49,7 @@ class Forced:
     openings: Mapping[str, str]
     """Text before the arguments in the answer, by function name. Empty if `name` is set."""
     name: str
-    """Name of the function that the opening names (empty if it names none)."""
+    """Name of the function that the opening already names (empty if the model chooses one)."""
 
     def reader(self) -> ForcedReader:
         """Return a new reader for one answer."""
@@ -57,7 +57,7 @@ class Forced:
 
 
 def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
-    """Return a forced call to one of the functions in `toolbox.forced`."""
+    """Return the prompt ending and grammar that force a call to a function in `toolbox.forced`."""
     begin, between = _CALL[form]
     schemas = {name: _closed(toolbox.parameters[name]) for name in toolbox.forced}
     if len(schemas) == 1:
@@ -70,7 +70,7 @@ def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
 
 
 def _closed(schema: Schema) -> Schema:
-    """Forbid unnamed properties in a schema that itself names all properties.
+    """Forbid additional properties if the schema lists all its properties directly.
 
     Return any other schema unchanged.
     """

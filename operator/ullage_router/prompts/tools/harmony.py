@@ -26,7 +26,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MESSAGE = "<|message|>"
 _ROLE = "assistant"
 _HEADS = ("<|channel|>", "<|start|>", "<|message|>", " to=")
-"""Beginnings of a header, possibly after the role. An answer without a header is only text."""
+"""How a header may begin, possibly after the role. An answer without a header is only text."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _ADDRESSED = re.compile(r"to=\S")
@@ -47,7 +47,7 @@ class HarmonyReader:
         """Creates pieces from the body, or None while a header is read."""
 
     def push(self, text: str) -> list[Piece]:
-        """Add text, and return the pieces that are now certain."""
+        """Add text, and return the text, reasoning and calls that are now certain."""
         self._buffer += text
         pieces: list[Piece] = []
         while self._step(pieces):
@@ -55,7 +55,10 @@ class HarmonyReader:
         return pieces
 
     def close(self) -> list[Piece]:
-        """Return the rest of the answer, without a truncated header. `assistant` alone is text."""
+        """Return the rest of the answer, dropping a truncated header.
+
+        The word `assistant` alone counts as text.
+        """
         rest = self._buffer
         self._buffer = ""
         if self._make is None and not any(head in rest for head in _HEADS):
@@ -63,7 +66,7 @@ class HarmonyReader:
         return [self._make(rest)] if rest and self._make else []
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read up to the next mark. Return False if more text is needed."""
+        """Read up to the end of a header or body. Return False if more text is needed."""
         return self._header(pieces) if self._make is None else self._body(pieces, self._make)
 
     def _header(self, pieces: list[Piece]) -> bool:
@@ -78,7 +81,7 @@ class HarmonyReader:
         return True
 
     def _opened(self, header: str, pieces: list[Piece]) -> MakePiece:
-        """Return the kind of body after a header, and begin a call if the header names a tool."""
+        """Return the kind of body that a header announces, and start a call if it names a tool."""
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
         if recipient and recipient[1] in self._names:

@@ -1,7 +1,8 @@
 """The pieces of answers with tool calls, and the marks that separate the pieces.
 
-A reader gets an answer's text in chunks of any size. The reader returns the pieces that are certain
-so far, and holds back any text that may be the start of a mark.
+A piece is some text, reasoning, or part of a tool call. A mark is a string such as `<tool_call>`. A
+reader gets an answer's text in chunks of any size. It returns the pieces that are certain so far,
+and holds back any text that may be the start of a mark.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """The start of a call. The arguments that follow belong to the call."""
+    """The start of a tool call, whose arguments follow."""
 
     name: str
 
@@ -41,13 +42,13 @@ Piece = Text | Thought | CallStart | Arguments
 
 
 class Reader(Protocol):
-    """Reads one answer. The result does not depend on how the text is split into pushes."""
+    """Reads one answer. How the text is split into chunks does not affect the result."""
 
     def push(self, text: str) -> list[Piece]:
-        """Add text, and return the pieces that are now certain."""
+        """Add text, and return the text, reasoning and calls that are now certain."""
 
     def close(self) -> list[Piece]:
-        """End the answer, and return the pieces that were held back."""
+        """End the answer, and return whatever was held back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,10 @@ class Found:
 
 
 def find_mark(text: str, marks: Sequence[str]) -> Found | None:
-    """Return the mark that starts first. At the same position, the earlier of `marks` wins."""
+    """Find the mark that occurs first in the text. Return None if there is none.
+
+    If two marks start at the same position, the one listed first in `marks` wins.
+    """
     places = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
     if not places:
         return None

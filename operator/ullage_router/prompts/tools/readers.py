@@ -1,7 +1,8 @@
 """Readers of answers that may contain tool calls, one for each way in which models write calls.
 
-`TaggedReader` is for calls between two tags, `WholeReader` for an answer that consists of calls,
-and `ForcedReader` for a call that a grammar enforces. `harmony.py` has the format of gpt-oss.
+`TaggedReader` is for calls between two tags, `WholeReader` for an answer that consists entirely of
+calls, and `ForcedReader` for a call that a grammar enforces. The reader for the format of gpt-oss
+is in `harmony.py`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +29,7 @@ class Trimmer:
         self._has_calls = False
 
     def push(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces so far. Trailing whitespace is held back, because a call may follow."""
+        """Return the pieces, but hold back trailing whitespace, because a call may follow."""
         return [part for piece in pieces for part in self._take(piece)]
 
     def close(self) -> list[Piece]:
@@ -93,7 +94,7 @@ class TaggedReader:
 
 
 class WholeReader:
-    """Reads an answer that consists either of calls or of text.
+    """Reads an answer that is either all tool calls or all text.
 
     Args:
         names: the known functions. Calls of any other function are treated as text.
@@ -103,7 +104,7 @@ class WholeReader:
         self._names = names
         self._buffer = ""
         self._may_be_calls: bool | None = None
-        """Whether the answer may consist of calls, or None until enough of the answer is known."""
+        """Whether the answer may consist of calls, or None until enough of it has arrived."""
 
     def push(self, text: str) -> list[Piece]:
         self._buffer += text
@@ -129,8 +130,9 @@ class ForcedReader:
     """Reads the one call that a grammar enforces.
 
     Args:
-        openings: the text before the arguments, by function. No opening is a prefix of another.
-        name: the function whose opening is in the prompt, or empty if the prompt has no opening.
+        openings: the text that precedes the arguments in the answer, by function. None of these
+            texts is a prefix of another.
+        name: the function that the prompt already names (empty if the answer names it).
     """
 
     def __init__(self, openings: Mapping[str, str], name: str = "") -> None:
@@ -152,7 +154,7 @@ class ForcedReader:
         return [*start, Arguments(rest)] if rest else []
 
     def close(self) -> list[Piece]:
-        """Return nothing, since an answer that ended before naming a function has no call."""
+        """Return nothing. An answer that ended before naming a function has no call."""
         return []
 
     def _choose(self) -> bool:
@@ -165,7 +167,7 @@ class ForcedReader:
 
 
 def known_calls(calls: list[ParsedCall] | None, names: Collection[str]) -> list[Piece]:
-    """Return calls as pieces, or nothing if any call has an unknown function."""
+    """Convert calls to pieces. Return nothing if any of them calls an unknown function."""
     if not calls or any(call.name not in names for call in calls):
         return []
     return [piece for call in calls for piece in (CallStart(call.name), Arguments(call.arguments))]

@@ -49,7 +49,7 @@ class ToolUse:
             request.grammar.json_schema = self.forced.json_schema
 
     def explain(self, error: ServiceError) -> ServiceError:
-        """Rewrite an engine's grammar error as an error in the tools that determine the grammar."""
+        """Turn an engine's grammar error into an error about the tools that define the grammar."""
         if not self.forced or not error.metadata.get("field", "").startswith("grammar"):
             return error
         text = f"a forced function's parameters cannot be followed: {error.message}"
@@ -57,7 +57,7 @@ class ToolUse:
 
 
 def tool_use(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUse:
-    """Return how the tools of a conversation are used.
+    """Decide how a conversation uses its tools, given the model's tool format.
 
     Raises:
         ServiceError: the tools are invalid, or conflict with another option of the request.
@@ -71,7 +71,10 @@ def tool_use(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUs
 
 
 def _without_tools(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUse:
-    """Return a use without tools. Only harmony gets a reader, as its answers always have marks."""
+    """Return how to read answers if the model may call no tools.
+
+    Only the harmony format needs a reader, because its answers always contain special tokens.
+    """
     if form is not ToolFormat.HARMONY or request.output.echo:
         return ToolUse()
     return ToolUse(new_reader=lambda: HarmonyReader(()), special_tokens=True)
