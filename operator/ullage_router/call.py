@@ -1,4 +1,4 @@
-"""The call that the router's stages pass along, and the stream interfaces of its answer."""
+"""Defines `Call`, the request that the router's stages pass along, and its answer's streams."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ NOT_RENDERED = cast(Prompt, None)
 
 
 class PausableDeadline:
-    """Deadlines for an answer's first and last token, which are paused while the request is held.
+    """Deadlines for an answer's first and last token. They are paused while the request is held.
 
     Args:
         at: deadline for the last token, on the monotonic clock.
@@ -72,7 +72,7 @@ class PausableDeadline:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Postpone the deadlines and their timeouts by the duration of the `with` block."""
+        """Extend the deadlines and their timeouts by the time spent in the `with` block."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         ends = [timeout.when() for timeout in self._timeouts]
@@ -93,8 +93,8 @@ def deadline_of(
 ) -> PausableDeadline:
     """Return the deadlines of a request, counted from its arrival.
 
-    An answer that does not grow token by token may use the whole time limit for its first token.
-    This exception does not apply to embeddings.
+    Some answers arrive only as a whole, for example with beam search. Their first token may take as
+    long as the whole answer. Embeddings also arrive as a whole, but must do so within `stall_s`.
 
     Args:
         timeout_s: maximum seconds from the arrival to the last token.
@@ -107,10 +107,10 @@ def deadline_of(
 
 
 class DecisionLog:
-    """The latest decision about one run of a request, which the log needs even after a failure.
+    """Holds the latest decision about a request, so that it can be logged even after a failure.
 
-    A `Call` is frozen, so the stages change its decision here. If a copy of a call runs
-    independently, for example in a cascade, the copy gets a separate log.
+    A `Call` is frozen, so the stages update its decision here. If a copy of a call runs
+    independently, for example in a cascade, the copy has its own log.
 
     latest
         the latest decision
@@ -122,15 +122,15 @@ class DecisionLog:
         self.latest = latest
 
     def change(self, **changes: object) -> None:
-        """Change the given fields of the latest decision."""
+        """Update the given fields of the latest decision."""
         self.latest = replace(self.latest, **changes)
 
     def add_step(self, step: str, reason: str, /, **changes: object) -> None:
-        """Add a step to the decision's trail, and change the given fields."""
+        """Append a step to the decision's trail, and update the given fields."""
         self.latest = replace(self.latest.after(step, reason), **changes)
 
     def adopt(self, decision: Decision, **changes: object) -> None:
-        """Replace the latest decision by another decision, with the given fields changed."""
+        """Replace the latest decision, and update the given fields of the new one."""
         self.latest = replace(decision, **changes) if changes else decision
 
 
@@ -139,7 +139,7 @@ def _nothing() -> None:
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):
-    """A request with its context, independent of HTTP or gRPC. Stages pass on changed copies."""
+    """A request with its context, independent of HTTP or gRPC. Stages pass on modified copies."""
 
     request: inference_pb2.GenerateRequest
     record: RequestRecord
@@ -148,7 +148,7 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     """The tenant's session, which tracks the request's use of the quota."""
     deadline: PausableDeadline
     metadata: tuple[tuple[str, str], ...] = ()
-    """Metadata to send to the engine, which is the trace context."""
+    """Metadata to send to the engine, which carries the trace context."""
     authorization: str | None = None
     """The client's credentials, to be forwarded to other services' routers."""
     is_streamed: bool = True
@@ -156,9 +156,13 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     path: tuple[str, ...] = ()
     """Names of the cascades that have forwarded the request so far, to detect loops."""
     release_body: Callable[[], None] = _nothing
-    """Releases the memory of the request's body, and is called once the prompt is rendered."""
+    """Callback that frees the memory of the request's body once the prompt is rendered."""
     end_turn: Callable[[], None] = _nothing
-    """Gives up a long body's turn. It is called before the request waits outside this router."""
+    """Callback that lets the next long body be processed.
+
+    Only a few long bodies are converted to prompts at a time. The callback runs before the request
+    waits for anything outside this router.
+    """
     prompt_cache_key: str = ""
     """OpenAI's `prompt_cache_key`, which marks requests with a common prefix.
 
@@ -179,9 +183,9 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     The field is set when the request's permissions and quota have been checked.
     """
     hands_on: bool = False
-    """Whether a refusal moves the request to the next cascade step instead of failing it."""
+    """Whether the next cascade step handles the request if it is refused here."""
     side: Side = Side.STABLE
-    """The side of the rollout, stable or canary, that was drawn for the request."""
+    """The side of the rollout, stable or canary, that was chosen for the request."""
     prompt: Prompt = NOT_RENDERED
     """The prompt, once it has been rendered for the model of the chosen side."""
 
@@ -199,7 +203,7 @@ class EngineStream(Protocol):
 
     @property
     def has_stalled(self) -> bool:
-        """Return whether the answer ended because no token arrived for too long."""
+        """Return whether the answer was ended because no token arrived for too long."""
 
     async def read(self) -> Event:
         """Return the next event of the answer. The last event is Finished.
@@ -209,7 +213,7 @@ class EngineStream(Protocol):
         """
 
     def close(self) -> None:
-        """Stop the engine's work on the answer if it is still running."""
+        """Cancel the generation of the answer on the engine if it is still running."""
 
 
 class ResponseStream(Protocol):

@@ -133,8 +133,8 @@ def is_engine_fault(error: ServiceError) -> bool:
     """Return whether the engine, rather than the request, is to blame for an error.
 
     Invalid and cancelled requests, deadlines and full memory do not count against the engine. A
-    stalled answer does. A request during which the engine's worker died does not count, because a
-    single bad request could otherwise block one engine after another.
+    stalled answer does. If the engine's worker dies during a request, the engine is not blamed,
+    because a single bad request could otherwise take one engine after another out of service.
     """
     if error.reason == ENGINE_STALLED:
         return True
@@ -146,8 +146,8 @@ def is_engine_fault(error: ServiceError) -> bool:
 def is_failure(error: ServiceError) -> bool:
     """Return whether an error counts as a failure of a service revision in a rollout.
 
-    All errors count, except errors that the request itself, full memory or a missing engine caused.
-    Errors for which no single engine is to blame also count.
+    All errors count, except those caused by the request itself, by full memory or by the lack of an
+    engine. Errors for which no single engine is to blame also count.
     """
     return error.code not in _THE_REQUESTS and error.reason not in LEAVING
 
@@ -317,7 +317,7 @@ def forbidden(reason: str, message: str, field: str = "") -> ServiceError:
 
 
 def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
-    """Return the error for an exhausted quota, with the limit and the time after which to retry."""
+    """Return the error for an exhausted quota, which names the limit and when to retry."""
     limit = shortage.limit.replace("_", " ")
     wait_s = UNKNOWN_RETRY_AFTER_S if shortage.wait_s is None else shortage.wait_s
     return ServiceError(
@@ -331,7 +331,7 @@ def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
 
 
 def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
-    """Return the error for a prompt that is longer than the key's tokens per minute."""
+    """Return the error for a prompt that exceeds the key's limit on tokens per minute."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "PROMPT_ABOVE_QUOTA",
@@ -360,7 +360,7 @@ def internal(request_id: str = "") -> ServiceError:
 
 
 def console_busy(message: str) -> ServiceError:
-    """Return the error for a console that has too many readers or already runs an overload."""
+    """Return the error for a console with too many readers, or with an overload already running."""
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED, "CONSOLE_BUSY", message, retry_after_s=MAX_RETRY_AFTER_S
     )
@@ -396,7 +396,7 @@ def head_too_large(max_bytes: int, max_headers: int) -> ServiceError:
 
 
 def late(part: str, limit_s: float) -> ServiceError:
-    """Return the error for a request whose head or body (`part`) did not arrive in time."""
+    """Return the error for a request whose headers or body (`part`) did not arrive in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "REQUEST_TIMEOUT",
@@ -429,7 +429,7 @@ def body_too_large(size: str, limit: int) -> ServiceError:
 
 
 def bodies_full() -> ServiceError:
-    """Return the error for a request whose body cannot be read because memory is short."""
+    """Return the error for a request whose body cannot be read because memory is low."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "BODIES_FULL",
@@ -439,7 +439,7 @@ def bodies_full() -> ServiceError:
 
 
 def texts_full() -> ServiceError:
-    """Return the error for a long text that cannot be tokenised because memory is short."""
+    """Return the error for a long text that cannot be tokenised because memory is low."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "TEXTS_FULL",
@@ -449,7 +449,7 @@ def texts_full() -> ServiceError:
 
 
 def vectors_full() -> ServiceError:
-    """Return the error for embeddings that cannot be returned because memory is short."""
+    """Return the error for embeddings that cannot be returned because memory is low."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "VECTORS_FULL",

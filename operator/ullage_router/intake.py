@@ -2,7 +2,8 @@
 
 A long body is parsed, checked and converted to a conversation in this thread, because this work
 would block the event loop for too long. Python code releases the GIL regularly, but parsers do not.
-The size of texts for parsers is therefore bounded beforehand (`ullage_common.wire.json_size`).
+The size of the texts that they parse is therefore limited beforehand
+(`ullage_common.wire.json_size`).
 """
 
 import asyncio
@@ -20,7 +21,7 @@ _Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
 class IntakeThread:
-    """Runs functions one at a time, with tenants in turn, so that a busy tenant delays only itself.
+    """Runs functions one at a time. Tenants take turns, so that a busy tenant delays only itself.
 
     More threads would be no faster, because all of them need the GIL. Two threads that contend for
     the GIL would also make the event loop wait for both.
@@ -37,7 +38,7 @@ class IntakeThread:
 
         Args:
             num_bytes: size of the body that `work` handles.
-            tenant: the tenant whose turn the work uses.
+            tenant: the tenant for which the work is done.
             work: the function to run.
         """
         if num_bytes <= INLINE_BYTES:

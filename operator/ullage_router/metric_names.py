@@ -1,6 +1,6 @@
 """The names, labels and help texts of all router metrics (`ullage_router_*`).
 
-Each label has only a few values.
+To limit the number of time series, each label has only a few values.
 """
 
 from ullage_common.process.metrics import SECONDS, CounterName, GaugeName, HistogramName

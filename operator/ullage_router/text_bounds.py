@@ -1,7 +1,8 @@
-"""Computes lower bounds on token counts, and cuts long texts without changing their tokens.
+"""Computes lower bounds on token counts, and splits long texts without changing their tokens.
 
 Both are derived from a tokenizer when its model is loaded. A text that cannot fit in the context is
-refused before it is tokenised. A text that may fit is tokenised in pieces of bounded size.
+refused before it is tokenised. A text that may fit is tokenised in chunks (`pieces`) of bounded
+size.
 """
 
 import json
@@ -15,9 +16,12 @@ from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 PIECE_CHARACTERS = 32 << 10
-"""Usual size of a piece in characters. Tokenising such a piece takes a few megabytes of memory."""
+"""Target size of a chunk in characters. Tokenising a chunk takes a few megabytes of memory."""
 LONGEST_PIECE = 128 << 10
-"""Maximum size in characters of a piece that has no place to cut. Longer texts are refused."""
+"""Maximum size, in characters, of a chunk of text that contains no safe split point.
+
+Longer texts are refused.
+"""
 COUNTED_AT_ONCE = 64 << 10
 
 _LETTERS = (string.ascii_letters + string.digits).encode()
@@ -27,7 +31,7 @@ Json = Mapping[str, Any]
 
 
 class UncutText(Exception):
-    """Raised when a long text has no place to cut. The message is a single line."""
+    """Raised if a long text has no safe split point. The message is a single line."""
 
 
 # --- Bounds ---
@@ -39,9 +43,9 @@ class TokenBound:
 
     Each character of a text belongs to one token. If no token that contains a certain character is
     longer than `n` characters, the character makes up at least 1/n of its token. The sum of these
-    shares over the text is therefore a lower bound on its number of tokens. The maximum token
+    fractions over the text is therefore a lower bound on its number of tokens. The maximum token
     length is stored separately for ASCII letters and digits, for ASCII punctuation, and for all
-    other characters, because the longest tokens are runs of blanks.
+    other characters, because the longest tokens are runs of whitespace.
 
     A length of 0 means that such characters are not counted, because a token may contain any number
     of them.
@@ -53,11 +57,11 @@ class TokenBound:
     shrink: int = 1
     """Maximum number of characters that the normalizer may merge into one character."""
     counts_bytes: bool = False
-    """Whether non-ASCII characters count by their UTF-8 bytes, as in byte-level tokenizers."""
+    """Whether each non-ASCII character counts as its UTF-8 bytes, as in byte-level tokenizers."""
     composed: int = 0
-    """Token length to use for letters and marks in texts with non-ASCII characters.
+    """Maximum token length for letters and punctuation in texts with non-ASCII characters.
 
-    It applies if the normalizer may join a letter with the accents that follow. Otherwise it is 0.
+    It is 0 unless the normalizer may combine a letter with the accents that follow.
     """
     counts_words: bool = False
     """Whether a token never spans two words, so that words are counted instead of characters."""
@@ -97,7 +101,7 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def token_bound(tokenizer: Tokenizer) -> TokenBound:
-    """Return the token bound for a tokenizer, which is always 0 if no better bound is known."""
+    """Return the token bound for a tokenizer. The bound is always 0 if no better one is known."""
     model = tokenizer.model
     normalizer = _Normalizer.of(_state(tokenizer.normalizer))
     steps = list(_steps(_state(tokenizer.pre_tokenizer)))
@@ -135,11 +139,11 @@ def token_bound(tokenizer: Tokenizer) -> TokenBound:
 
 
 _KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
-"""Pre-tokenizers that keep blanks, unless their behaviour is `Removed`."""
+"""Pre-tokenizers that keep whitespace, unless their behaviour is `Removed`."""
 
 
 _PARTING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
-"""Pre-tokenizers that drop blanks but keep all other characters."""
+"""Pre-tokenizers that drop whitespace but keep all other characters."""
 
 
 def _longest(lengths: Mapping[str, int], vocabulary: Json, characters: bytes) -> int:
@@ -154,7 +158,7 @@ def _longest(lengths: Mapping[str, int], vocabulary: Json, characters: bytes) ->
 
 
 def _may_remove_words(step: Json) -> bool:
-    """Return whether a pre-tokenizer step may remove more than blanks."""
+    """Return whether a pre-tokenizer step may remove more than whitespace."""
     if step["type"] in ("Punctuation", "Split"):
         return bool(step["behavior"] == "Removed")
     return step["type"] not in _KEEPING | _PARTING
@@ -167,7 +171,7 @@ def _has_affixes(model: models.BPE | models.Unigram) -> bool:
 
 
 def _is_complete(model: object, vocabulary: Json, is_byte_level: bool) -> bool:
-    """Return whether no character is dropped or becomes part of a token of unbounded length."""
+    """Return whether every character is kept and belongs to a token of bounded length."""
     if is_byte_level:
         return vocabulary.keys() >= set(ByteLevel.alphabet())
     if not isinstance(model, models.BPE):
@@ -182,11 +186,11 @@ class _Normalizer:
 
     kinds: frozenset[str] = frozenset()
     shrink: int = 1
-    """Maximum number of ASCII characters (except blanks) that the normalizer may merge into one."""
+    """Maximum number of non-blank ASCII characters that the normalizer may merge into one."""
     keeps_all: bool = True
     """Whether the normalizer never shortens a text."""
     composes: bool = False
-    """Whether the normalizer may join a letter with the accents that follow."""
+    """Whether the normalizer may combine a letter with the accents that follow."""
 
     @classmethod
     def of(cls, state: Json | None) -> "_Normalizer | None":
@@ -223,7 +227,7 @@ _LENGTHENING = frozenset({"ByteLevel", "Lowercase", "Prepend"})
 _SHORTENING = frozenset(
     {"BertNormalizer", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Strip", "StripAccents"}
 )
-"""Normalizers that keep all ASCII characters except blanks, possibly adding an accent."""
+"""Normalizers that keep all ASCII characters except whitespace, possibly adding an accent."""
 
 
 def _state(part: Any) -> Json | None:
@@ -247,14 +251,14 @@ def _steps(state: Json | None) -> Iterator[Json]:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Describes a kind of place at which a text may be cut."""
+    """A rule for finding split points, where a text can be split without changing its tokens."""
 
     place: str
-    """Pattern that matches the place, which is a position in the text or a single blank."""
+    """Pattern that matches a split point, which is a position in the text or a single space."""
     crossed: str
-    """Pattern that matches any vocabulary token that would span such a place."""
+    """Pattern that matches any vocabulary token that would span such a split point."""
     drops_blank: bool = False
-    """Whether to drop the blank at the place, because tokenizers add a blank before each text."""
+    """Whether to drop the space at the split point, because tokenizers add one before each text."""
 
 
 _BLANK = "[ \u2581\u0120]"
@@ -265,11 +269,11 @@ _NOT_BLANK = "[^\\s\u0120\u010a\u010d\u0109\u2581]"
 _MARKS_IN_DATA = '",;|]}'
 """Punctuation marks that are frequent in tables, lists and JSON but do not occur in words."""
 _WIDE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-"""Punctuation marks of Chinese and Japanese, which have no blanks between words."""
+"""Chinese and Japanese punctuation marks. These languages have no spaces between words."""
 
 
 def _spelled(characters: str) -> str:
-    """Return a pattern that matches the characters in either plain or byte-level spelling."""
+    """Return a pattern that matches any of the characters, in plain or byte-level form."""
     letters = ByteLevel(add_prefix_space=False, use_regex=False)
     in_bytes = [letters.pre_tokenize_str(each)[0][0] for each in characters]
     return "|".join(map(re.escape, [*characters, *in_bytes]))
@@ -312,15 +316,16 @@ _SAMPLES = (
 
 
 class TextCutter:
-    """Cuts long texts at places where cutting does not change the tokens.
+    """Splits long texts at points where this does not change their tokens.
 
-    A rule for cutting is used only if no token of the vocabulary, and therefore no merge, spans its
-    places. In addition, sample texts must keep their tokens when they are cut at these places.
+    A rule for split points is used only if no token of the vocabulary, and therefore no merge,
+    spans such a point. In addition, splitting sample texts by the rule must not change their
+    tokens.
 
     Args:
         tokenizer: the model's tokenizer.
-        usual: usual size of a piece in characters.
-        longest: maximum size of a piece that has no place to cut, in characters.
+        usual: target size of a chunk in characters.
+        longest: maximum size, in characters, of a chunk that contains no split point.
     """
 
     def __init__(
@@ -333,15 +338,15 @@ class TextCutter:
         self._has_rules = bool(rules)
 
     def pieces(self, text: str, is_part: bool = False) -> Iterator[str]:
-        """Yield pieces of the text whose concatenated tokens are the text's tokens.
+        """Yield chunks of the text whose concatenated tokens are the text's tokens.
 
         Args:
-            text: the text to cut.
-            is_part: whether the text is part of a larger text, which may be cut at other places.
+            text: the text to split.
+            is_part: whether the text is part of a larger text, which may be split at other points.
                 The part is then refused only if the larger text would be refused.
 
         Raises:
-            UncutText: a piece would be too long because the text has too few places to cut.
+            UncutText: a chunk would be too long because the text has too few split points.
         """
         start = 0
         longest = self._longest + self._usual if is_part else self._longest
@@ -372,7 +377,7 @@ class TextCutter:
 
 
 def _rules(tokenizer: Tokenizer) -> list[_Rule]:
-    """Return the cutting rules that are valid for a tokenizer, with at most one rule for blanks."""
+    """Return the split rules that are valid for a tokenizer, with at most one rule for spaces."""
     if not isinstance(tokenizer.model, models.BPE | models.Unigram):
         return []
     if isinstance(tokenizer.model, models.BPE) and tokenizer.model.dropout:
@@ -393,7 +398,7 @@ def _is_for_blanks(rule: _Rule) -> bool:
 
 
 def _keeps(tokenizer: Tokenizer, rule: _Rule) -> bool:
-    """Return whether all sample texts keep their tokens when they are cut by the rule."""
+    """Return whether all sample texts keep their tokens when they are split by the rule."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,7 +1,8 @@
 """Carries out admission decisions: shortens prompts, queues requests, reserves memory, or refuses.
 
 `Admission.admit` collects the facts about a request, lets `policy.decide` choose the next step, and
-carries it out. This repeats until the request has a reservation or is refused.
+executes that step. It repeats this until memory is reserved for the request or the request is
+refused.
 """
 
 import logging
@@ -49,7 +50,7 @@ NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
 
 
 class NotOnCanary(Exception):
-    """Raised if the canary cannot run the request unchanged now, so that a stable engine should."""
+    """Raised if the canary cannot run the request unchanged now, so a stable engine must."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,9 +61,10 @@ class AdmissionRequest:
     progress: Progress = NO_PROGRESS
     """The tokens received so far, if the request resumes an interrupted answer."""
     refused_by: Mapping[str, int] = field(default_factory=dict)
-    """Keys of the engines that refused the request or failed while serving it.
+    """Engines that refused the request or failed while serving it, by engine key.
 
-    The value is the number of headroom reports that the engine had sent by that time.
+    Each value is the number of headroom reports that the engine had sent by then. The engine
+    becomes a candidate again with its next report.
     """
     is_trial: bool = False
     """Whether to try only canary engines that have free memory now.
@@ -160,7 +162,7 @@ class Admission:
         return self._engines.is_ready
 
     def has_stable_engine(self, call: Call) -> bool:
-        """Return whether a ready stable engine can use the call's token ids and adapter."""
+        """Return whether a ready stable engine can run the call with its token ids and adapter."""
         model = self._engines.model_of(Side.STABLE)
         is_same = model is not None and model.fingerprint == call.prompt.model.fingerprint
         return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter)
@@ -218,7 +220,10 @@ class Admission:
         )
 
     def _seen_by(self, call: Call) -> Deferrals:
-        """Return the refused requests that are expected to retry, as they affect this request."""
+        """Return a view of the recently refused requests that take precedence over this one.
+
+        These requests are expected to retry once their Retry-After has passed.
+        """
         now = time.monotonic()
         self._deferrals.expire(now)
 
@@ -228,17 +233,17 @@ class Admission:
         )
 
     def _rare_adapter(self, call: Call) -> str:
-        """Return the request's adapter if it is missing on some engines (empty otherwise).
+        """Return the request's adapter if some engines lack it, or an empty string otherwise.
 
-        A request with a rare adapter waits in a separate line, so that it does not block engines
-        that it cannot use.
+        Requests for such an adapter wait in a separate subqueue, so that they do not block engines
+        that they cannot use.
         """
         return "" if self._engines.have_all(call.adapter) else call.adapter
 
     def _limits(self, request: AdmissionRequest) -> TimeLimits:
         """Return the request's time limits.
 
-        The SLOs apply only until the answer has started.
+        The SLOs no longer apply once the answer has started.
         """
         now = time.monotonic()
         deadline = request.call.deadline
@@ -275,9 +280,10 @@ class Admission:
         return step
 
     def _preferred(self, request: AdmissionRequest) -> Preferred:
-        """Return the engine that the request should prefer because of its cached prefix.
+        """Return the engine that probably caches the request's prefix.
 
-        A resumed answer prefers an engine with the same numerics as the earlier engines.
+        A resumed answer instead prefers an engine whose results are bit-identical to those of the
+        engines that generated the answer so far.
         """
         call = request.call
         preferred = self._balancer.preferred(request.cache_key, call.side)
@@ -288,7 +294,7 @@ class Admission:
         return self._balancer.alike(preferred, fingerprints, call.side, refusing, call.adapter)
 
     def _passes(self, request: AdmissionRequest) -> bool:
-        """Return whether a request that is not at the head of its queue line may run now."""
+        """Return whether a request may overtake the first request of its subqueue and run now."""
         call = request.call
         model = request.prompt.model
         views = self._engines.views(model, call.side, call.adapter)
@@ -356,7 +362,7 @@ class Admission:
         _log_decision(request)
 
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
-        """Wait for the request's turn in the queue, while its answer could still end in time.
+        """Wait for the request's turn in the queue, as long as its answer can still finish in time.
 
         If the wait ends before the request's turn, `queue_state` records the reason.
         """
@@ -391,9 +397,9 @@ class Admission:
             call.record.note_queued(waited_s, wait.pool)
 
     def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
-        """Return the request's place in its queue line, joining the line first if necessary.
+        """Return the request's queue entry, after joining the right subqueue if necessary.
 
-        A request that is already in the right line keeps its place.
+        A request that is already in the right subqueue keeps its place.
         """
         adapter = self._rare_adapter(request.call)
         if request.entry and request.entry.line == (wait.pool, adapter):
@@ -441,7 +447,7 @@ class Admission:
         return refusal(refuse)
 
     def _defer(self, call: Call, refuse: Refuse) -> None:
-        """Let a refused request precede later requests until its Retry-After has passed."""
+        """Hold back later requests in favour of a refused one until its Retry-After has passed."""
         assert refuse.demand
         assert refuse.retry_after_s
         kind = Deferred(refuse.pool, call.tenant.name, call.request.priority)
@@ -465,7 +471,10 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
 
 
 def _accepted(call: Call, run: Run, reservation: Reservation, available: int) -> Decision:
-    """Return the decision to log for a reservation, with the last ladder step as its action.
+    """Return the decision to log for an accepted request.
+
+    Its action names the fallback that was needed (`route4`, `queue` or `shrink`), or is `accept` if
+    there was none.
 
     Args:
         available: bytes that were available on the engine.
@@ -496,8 +505,8 @@ def _accepted(call: Call, run: Run, reservation: Reservation, available: int) ->
 def _log_decision(request: AdmissionRequest, level: int = logging.INFO) -> None:
     """Record the request's decision in its timeline and in the log.
 
-    Most requests are accepted at once. Their acceptance is logged only at DEBUG, because the log
-    line at the end of a request has the same timeline.
+    Most requests are accepted immediately. This is logged only at DEBUG, because the log line at
+    the end of a request includes the same timeline.
     """
     record = request.call.record
     decision = request.call.decisions.latest

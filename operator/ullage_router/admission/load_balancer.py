@@ -1,4 +1,4 @@
-"""Chooses engines by their cached prefixes, and limits the number of retries."""
+"""Prefers engines that already cache a request's prefix, and caps the number of retries."""
 
 import time
 from collections import Counter
@@ -15,7 +15,7 @@ from ullage_router.policy.retry import RetryBudget
 
 
 class Preferred(NamedTuple):
-    """The engine that should serve a request, because the request's prefix may be in its cache."""
+    """The engine that a request should run on because it may have the request's prefix cached."""
 
     engine: str = ""
     """Key of the engine (empty if unknown)."""
@@ -46,16 +46,16 @@ class LoadBalancer:
     def cache_key(
         self, session: str, token_ids: Sequence[int], tenant: str, adapter: str = ""
     ) -> CacheKey:
-        """Return the key that looks up a request's prefix in the affinity tables."""
+        """Return the key for looking up a request's prefix in the affinity tables."""
         return self._affinity.cache_key(session, token_ids, tenant, adapter)
 
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> Preferred:
         """Return the engine that is known or expected to cache the request's longest prefix.
 
-        If this router has no record of the prefix, another router may have placed it. All routers
-        therefore choose between the same two engines on the hash ring. A session prefers the first
-        engine, unless that engine is much busier than the second. A prompt without a session
-        prefers the engine with fewer requests, if that engine has no prompts to prefill.
+        If this router has not seen the prefix yet, another router may have sent it to an engine.
+        All routers therefore choose between the same two engines, which the hash ring determines. A
+        session uses the first engine, unless that engine is much busier than the second. A prompt
+        without a session uses the less busy engine, but only if that engine has no prefill backlog.
         """
         if not (cache_key.session or cache_key.prefixes):
             return NO_PREFERENCE
@@ -94,7 +94,7 @@ class LoadBalancer:
         return Preferred(min(able, key=lambda key: able[key].load))
 
     def _nearest(self, cache_key: CacheKey, side: Side) -> str:
-        """Return the key of the engine that every router would choose (empty if there is none)."""
+        """Return the key of the engine to which the hash ring maps the request (empty if none)."""
         point = cache_key.point
         engines = self._engines.nearest_two(side, point) if point is not None else []
         if not engines:
@@ -116,9 +116,9 @@ class LoadBalancer:
         self._affinity.on_placed(cache_key, engine.key)
 
     def may_retry(self) -> bool:
-        """Take one retry from the budget, and return whether the budget allowed it.
+        """Spend one retry from the budget, and return False if the budget is exhausted.
 
-        With a retry, a request that failed before its first token may try another engine.
+        A retry lets a request that failed before its first token try another engine.
         """
         return self.budget.take(time.monotonic())
 

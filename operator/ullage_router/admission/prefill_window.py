@@ -1,10 +1,10 @@
 """Balances prompts across a pool's engines before their prefill begins.
 
-Under load, prompts are collected during a short pause, which is the prefill window. A request
-enters the window only if the prompts queued on its engine take longer than the window. The pause
-therefore costs the request nothing: its prompt could not start earlier, and its memory stays
-reserved. When the window closes, its requests are balanced over their pool's engines
-(`policy/balance.py`). A request that moves takes its reservation along.
+Under load, requests wait briefly in a prefill window before they are sent. A request enters the
+window only if the prompts queued on its engine take longer than the window. The wait is therefore
+free: the prompt could not start earlier, and its memory stays reserved. When the window closes, its
+requests are balanced over their pool's engines (`policy/balance.py`). A request that moves takes
+its reservation along.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from ullage_router.prompts.prompts import Prompt
 class Reservation:
     """Memory that is reserved for a request on an engine.
 
-    The holder must release the credit when the request is done.
+    The owner must release the reservation's credit when the request is done.
     """
 
     engine: Engine
@@ -37,7 +37,7 @@ class Reservation:
     Empty if the request cannot move.
     """
     is_final: asyncio.Event | None = None
-    """Set when the prefill window closes, or None if the request did not enter a window."""
+    """Set when the prefill window closes, or None if the request skipped the window."""
 
     def move(self, engine: Engine) -> None:
         """Move the reserved memory to another engine."""
@@ -98,7 +98,7 @@ class PrefillWindow:
             raise
 
     def _close(self, pool: str) -> None:
-        """Close a pool's window, and balance its reservations if all their engines are usable."""
+        """Close a pool's window, and balance its requests unless one of their engines was lost."""
         reservations = self._open.pop(pool)
         keys = {key for reservation in reservations for key in reservation.choices}
         engines_by_key = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}

@@ -1,15 +1,17 @@
 """The bounded queue in which requests wait for memory.
 
-Each pool has one line, and an additional line for each adapter that some of its engines lack.
-Normally only the head of a line is woken. Requests are therefore served in order
-(`policy/fair_queue.py`), and a burst of headroom reports costs only one decision per line. While
-the head cannot run, requests behind it that fit may be backfilled, if they end before the head
-could begin (`policy/decide.py`). At most `backfill` requests may overtake a head. A full queue is
-also shared fairly (`queue_bounds.py`).
+The queue is divided into subqueues. Each pool has one subqueue, and an additional one for each
+adapter that only some of its engines have. Normally only the head (the first request) of a subqueue
+is woken. Requests are therefore served in order (`policy/fair_queue.py`), and a burst of headroom
+reports costs only one decision per subqueue. While the head cannot run, requests behind it may be
+backfilled if they fit and will finish before the head could start (`policy/decide.py`). At most
+`backfill` requests may overtake a head. A full queue is also shared fairly between tenants
+(`queue_bounds.py`).
 
-The heads of a pool's lines are ordered by priority and arrival. A request that can use every engine
-avoids the engines that have the adapter of an earlier head, unless the request may overtake that
-head there. A request that needs an adapter waits behind the head of the line for every engine.
+The heads of a pool's subqueues are ordered by priority and arrival. Suppose that the head for some
+adapter comes before a request that can use any engine. The request then avoids the engines that
+have the adapter, unless it may overtake the head there. Conversely, a request for an adapter waits
+behind the head of the subqueue for any engine.
 """
 
 import asyncio
@@ -23,10 +25,10 @@ from ullage_router.admission.queue_bounds import QueueBounds
 from ullage_router.policy.fair_queue import FairEntry, FairQueue
 
 LOOKED_AHEAD = 16
-"""Maximum number of requests at the front of a line that are considered for backfill."""
+"""Maximum number of requests at the front of a subqueue that are considered for backfill."""
 
 LineKey = tuple[str, str]
-"""The key of a queue line: (pool, adapter), with the adapter as in `Waiter`."""
+"""The key of a subqueue: (pool, adapter), with the adapter as in `Waiter`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,16 @@ class Waiter:
     tenant: str = ""
     weight: float = 1.0
     is_charged: bool = False
-    """Whether the request came back from an engine, so that its tenant is not charged again."""
+    """Whether an engine already refused or lost the request.
+
+    Its tenant's fair share of the queue is then not charged a second time.
+    """
     adapter: str = ""
     """The adapter that the request needs but some engines lack (empty if there is none)."""
 
 
 class QueueEntry:
-    """A request's place in the queue. Call `leave` when the request is served or given up."""
+    """A request's place in the queue. Call `leave` when the request is served or abandoned."""
 
     def __init__(self, queue: "RequestQueue", pool: str, waiter: Waiter, place: FairEntry) -> None:
         self.pool = pool
@@ -59,15 +64,15 @@ class QueueEntry:
         self.is_evicted = False
         """Whether the entry was evicted in favour of another request."""
         self.num_passed = 0
-        """Number of requests that overtook this entry while it was the head of its line."""
+        """Number of requests that overtook this entry while it was the head of its subqueue."""
         self._queue = queue
         self._event = asyncio.Event()
 
     async def wait_turn(self, timeout_s: float) -> bool:
-        """Wait until the entry is woken, and return False if the timeout passes first.
+        """Wait until the entry is woken, and return False on timeout.
 
-        An entry is woken when it is the head of its line and memory may be available, when it may
-        overtake the head, or when it is evicted.
+        An entry is woken if it is the head of its subqueue and memory may be available, if it may
+        be able to overtake the head, or if it is evicted.
         """
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
@@ -83,12 +88,12 @@ class QueueEntry:
 
     @property
     def line(self) -> LineKey:
-        """The key of the line in which the entry waits."""
+        """The key of the subqueue in which the entry waits."""
         return self.pool, self.waiter.adapter
 
     @property
     def is_head(self) -> bool:
-        """Whether the entry is the head of its line."""
+        """Whether the entry is the head of its subqueue."""
         return self._queue.head(self.line) is self
 
     def serve(self) -> None:
@@ -101,11 +106,11 @@ class QueueEntry:
 
 
 class RequestQueue:
-    """The queue lines of all pools, which share the same bounds.
+    """The subqueues of all pools, which share the same bounds.
 
     Args:
         section: the bounds, the rate at which waiting raises a request's priority, and the number
-            of requests that may overtake one head.
+            of requests that may overtake the head of a subqueue.
     """
 
     def __init__(self, section: QueueSection) -> None:
@@ -116,7 +121,7 @@ class RequestQueue:
         """Queue entries by their sequence number."""
         self._numbers: Iterator[int] = itertools.count()
         self.passed = 0
-        """Number of requests that overtook the head of a line."""
+        """Number of requests that overtook the head of a subqueue."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -132,7 +137,7 @@ class RequestQueue:
         return self._bounds.total.prompt_bytes
 
     def join(self, pool: str, waiter: Waiter) -> QueueEntry:
-        """Add a request to a pool's line, and wake it at once if it becomes the head.
+        """Add a request to its pool's subqueue, and wake it immediately if it becomes the head.
 
         Raises:
             QueueFull: a bound is reached, and no queued request may be evicted instead.
@@ -152,7 +157,7 @@ class RequestQueue:
         return entry
 
     def remove(self, entry: QueueEntry, served: bool = False) -> None:
-        """Remove an entry from the queue, and wake the next head. An absent entry is ignored."""
+        """Remove an entry if it is still queued, and wake the pool's heads if it was a head."""
         if entry.place.number in self._entries:
             self._bounds.remove(entry)
             self._leave_line(entry, served)
@@ -170,7 +175,7 @@ class RequestQueue:
                     self._wake_head(other)
 
     def wake(self) -> None:
-        """Wake the head of every line, because more memory or another engine may be available."""
+        """Wake the head of every subqueue, because memory or an engine may now be available."""
         for line in self._lines.values():
             self._wake_head(line)
 
@@ -179,9 +184,9 @@ class RequestQueue:
     ) -> Mapping[str, int]:
         """Return the bytes that earlier requests are waiting for, by pool.
 
-        A line counts only if its engines include all engines that the request can use. The result
-        has no entry for a pool in which the request is next. All requests with the same priority
-        count as earlier, because each arrival may change their order.
+        Only subqueues that compete for all of the request's engines are counted. A pool in which
+        the request is next is left out. All requests with the same priority count as earlier,
+        because each arrival may change their order.
 
         Args:
             entry: the request's place, or None if the request is not in the queue.
@@ -196,16 +201,17 @@ class RequestQueue:
         return result
 
     def head(self, key: LineKey) -> QueueEntry | None:
-        """Return the entry at the head of a line, or None if the line is empty."""
+        """Return the first entry of a subqueue, or None if the subqueue is empty."""
         line = self._lines.get(key)
         place = line.head if line else None
         return self._entries[place.number] if place else None
 
     def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[LineKey, int]:
-        """Return the bytes that earlier heads of other adapters' lines are waiting for.
+        """Return the bytes that earlier requests for other adapters are waiting for, by subqueue.
 
-        Each such head has a claim on the engines of its pool that have its adapter. A claim of 0
-        bytes means that the head may no longer be overtaken.
+        Only the head of each subqueue counts. Later requests should leave this memory free on the
+        engines that have the head's adapter. A value of 0 means that the head must no longer be
+        overtaken.
         """
         keys = [key for key in self._lines if key[1] not in ("", adapter)]
         return {
@@ -214,10 +220,10 @@ class RequestQueue:
         }
 
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
-        """Return the size of the smallest head that a request may overtake by backfill, by pool.
+        """Return the bytes of the smallest subqueue head that a request may overtake, by pool.
 
-        The pools are the same as in `ahead`, except pools with a head that may no longer be
-        overtaken. Sizes are in bytes.
+        A request overtakes a head by backfill. The pools are the same as in `ahead`, except those
+        with a head that must no longer be overtaken.
         """
         sizes: dict[str, int] = {}
         full = set()
@@ -230,7 +236,7 @@ class RequestQueue:
     def on_passed(
         self, pool: str, entry: QueueEntry | None, adapters: Collection[str] = ()
     ) -> None:
-        """Count the queue heads that a request overtakes when it takes memory on an engine.
+        """Record which subqueue heads a request overtakes by taking memory on an engine.
 
         Args:
             pool: the engine's pool.
@@ -245,22 +251,22 @@ class RequestQueue:
         self.passed += bool(passed)
 
     def _is_full(self, head: QueueEntry) -> bool:
-        """Return whether a head has been overtaken as often as the configuration allows."""
+        """Return whether a subqueue's head was overtaken as often as the configuration allows."""
         return head.num_passed >= self._section.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
-        """Yield the heads ahead of a request, in lines that can use all of its engines."""
+        """Yield the subqueue heads ahead of a request that compete for all of its engines."""
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
-        """Yield the head of each given line, if the head is served before the given entry.
+        """Yield the heads of the given subqueues that are served before an entry.
 
-        The heads of other pools always count as served before the entry.
+        The heads of other pools always count as being served first.
 
         Args:
             entry: the entry of a request, or None if the request is not queued and comes after all
                 others.
-            keys: the keys of the lines.
+            keys: the keys of the subqueues.
         """
         for key in keys:
             if (head := self.head(key)) is None:
@@ -274,7 +280,7 @@ class RequestQueue:
                 yield head
 
     def wake_followers(self, head: QueueEntry, available: int) -> None:
-        """Wake requests behind a blocked head that need at most `available` bytes.
+        """Wake requests behind a subqueue's blocked head if they need at most `available` bytes.
 
         Args:
             available: free bytes on the engine that has the most free memory in the pool.
@@ -301,7 +307,7 @@ class RequestQueue:
         return result
 
     def sizes(self) -> Mapping[str, int]:
-        """Return the bytes that each tenant's requests are waiting for."""
+        """Return the predicted KV bytes of each tenant's queued requests."""
         return self._bounds.sizes()
 
     def _wake_head(self, line: FairQueue) -> None:
@@ -309,7 +315,7 @@ class RequestQueue:
             self._entries[line.head.number].wake()
 
     def check_integrity(self) -> None:
-        """Assert that the lines and the bounds are consistent with the entries."""
+        """Assert that the subqueues and the bounds are consistent with the entries."""
         assert len(self) == sum(map(len, self._lines.values()))
         assert len(self) == self._bounds.total.requests
         self._bounds.check_integrity()

@@ -1,9 +1,9 @@
-"""Bounds on the queue, and evictions when a bound is reached.
+"""Bounds the queue, and evicts requests when a bound is reached.
 
 The queue bounds the number of requests, their predicted KV bytes, and the router memory of their
-prompts. When a bound is reached, tenants share it by their weights: a new request evicts the least
-urgent request of the tenant with the largest share. A request may also evict a request with a lower
-priority from any tenant.
+prompts. When a bound is reached, tenants share it in proportion to their weights: a new request
+evicts the least urgent request of the tenant that uses the most relative to its weight. A request
+may also evict a request with a lower priority from any tenant.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class QueueFull(Exception):
 
 
 class Amounts(NamedTuple):
-    """How much of each bound a set of queue entries uses."""
+    """The amount of each bounded resource that a set of queue entries uses."""
 
     requests: int = 0
     size: int = 0
@@ -58,7 +58,7 @@ class _Holding:
     entries: "SortedList[_EvictionKey]" = field(default_factory=SortedList)
 
     def shares(self, tenant: str) -> "Iterator[tuple[float, str]]":
-        """Yield a (weighted share, tenant) tuple for each bound."""
+        """Yield (amount used divided by the tenant's weight, tenant) for each bound."""
         for amount in self.amounts:
             yield amount / self.weight, tenant
 
@@ -73,13 +73,13 @@ class QueueBounds:
     def __init__(self, section: QueueSection) -> None:
         self._limits = (section.max_requests, section.max_bytes, section.max_prompt_bytes)
         self.total = Amounts()
-        """Sum of the amounts of all entries."""
+        """Resources that all entries use together."""
         self._holdings: dict[str, _Holding] = {}
         """Each tenant's entries, by tenant name."""
         self._entries: SortedList[_EvictionKey] = SortedList()
         """All entries, in the order in which they would be evicted."""
         self._shares = [SortedList[tuple[float, str]]() for _ in Amounts()]
-        """For each bound, the sorted (amount / weight, tenant) tuples of all tenants."""
+        """For each bound, the sorted (amount used / weight, tenant) tuples of all tenants."""
 
     def add(self, entry: "QueueEntry") -> None:
         """Count an entry against the bounds."""
@@ -112,9 +112,7 @@ class QueueBounds:
             del self._holdings[tenant]
 
     def make_room(self, waiter: "Waiter") -> "list[QueueEntry]":
-        """Select entries to evict until a new request has room, and return these entries.
-
-        The evicted entries are no longer counted.
+        """Choose entries to evict so that a new request fits, and stop counting them.
 
         Raises:
             QueueFull: too few entries may be evicted. All entries remain counted.
@@ -140,13 +138,13 @@ class QueueBounds:
         return next((i for i, (amount, limit) in enumerate(pairs) if amount > limit), None)
 
     def _victim(self, waiter: "Waiter", bound: int) -> "QueueEntry | None":
-        """Return the entry that a new request evicts, or None if no entry may be evicted.
+        """Return the entry to evict for a new request, or None if no entry may be evicted.
 
-        The first candidate is the least urgent entry of the tenant with the largest share of the
-        bound. This entry is evicted if it has a lower priority. If it has the same priority, it is
-        evicted only if its tenant's share afterwards is at least the new request's share. Otherwise
-        the entry with the lowest priority of all tenants is evicted, if the new request has a
-        higher priority.
+        The first candidate is the least urgent entry of the tenant that uses the most of the bound
+        relative to its weight. It is evicted if its priority is lower than the new request's. If
+        the priorities are equal, it is evicted only if its tenant would still use at least as much,
+        relative to its weight, as the new request's tenant. Otherwise, the entry with the lowest
+        priority of all tenants is evicted, if the new request has a higher priority.
         """
         if not self._entries:
             return None
@@ -176,7 +174,7 @@ class QueueBounds:
             shares.remove(share)
 
     def check_integrity(self) -> None:
-        """Assert that the totals and the shares are consistent with the entries."""
+        """Assert that the totals and the per-tenant amounts are consistent with the entries."""
         waiters = [entry.waiter for *_, entry in self._entries]
         assert self.total.requests == len(waiters)
         assert self.total.size == sum(waiter.size for waiter in waiters)

@@ -23,7 +23,7 @@ from ullage_router.policy.placement import home_of, is_large, room_of
 RESOLVE_INTERVAL_S = 0.5
 """Seconds between DNS look-ups while requests are held."""
 WANTED_S = 15.0
-"""Seconds for which the router reports demand for a pool after a request that it could not hold."""
+"""Seconds for which the router keeps reporting demand after it could not hold a request."""
 
 
 class ColdStartQueue:
@@ -32,7 +32,7 @@ class ColdStartQueue:
     Args:
         section: the bounds on held requests.
         is_scaled_to_zero: returns whether a pool may be scaled to zero and has no ready engine.
-        resolve_engines: requests a DNS look-up of engines, which starts as soon as it is allowed.
+        resolve_engines: requests a DNS look-up of engines, which is rate-limited.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ColdStartQueue:
                 _resolve(futures, True)
 
     def refuse_with(self, error: ServiceError | None) -> None:
-        """Refuse all requests with an error, including held requests. None ends the refusal."""
+        """Refuse all requests, including held ones, with an error, or stop refusing if None."""
         self._refusal = error
         if error:
             self._requested.clear()
@@ -197,12 +197,14 @@ def empty_home(
     scaled_to_zero: frozenset[str],
     policy: RoutingPolicy,
 ) -> str:
-    """Return the request's home pool if that pool is scaled to zero (empty otherwise).
+    """Return the pool in which the request would normally run, if that pool is scaled to zero.
+
+    Otherwise, return an empty string.
 
     Args:
         views: the running engines, and the last known engine of each empty pool.
-        scaled_to_zero: the empty pools. This router has never seen an engine of a pool without a
-            view, so the request may fit there.
+        scaled_to_zero: the pools without a ready engine. If such a pool has no view, this router
+            has never seen one of its engines, and assumes that the request may fit there.
     """
     able = [view for view in views if room_of(facts, view) >= facts.min_tokens]
     unknown = [pool for pool in scaled_to_zero if not any(view.pool == pool for view in views)]
@@ -247,7 +249,7 @@ class ScaleToZero:
         return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call) -> None:
-        """Hold the request until an engine has described the model, whose tokenizer is needed.
+        """Hold the request until an engine has described the model, so that it can be tokenised.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -261,7 +263,9 @@ class ScaleToZero:
             await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
 
     async def wait_for_pool(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Hold the request until its pool has an engine, and hold it again if that engine is lost.
+        """Hold the request until its pool has an engine, and then run it.
+
+        If the pool loses its engine before the request starts, the request is held once more.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -275,7 +279,7 @@ class ScaleToZero:
         return await proceed(call)
 
     def request_wake(self) -> None:
-        """Report demand for the first empty pool, because a request cannot be held."""
+        """Report demand for the first empty pool, on behalf of a request that cannot be held."""
         for pool in self.pools:
             if self.is_scaled_to_zero(pool):
                 self.queue.request_wake(pool)

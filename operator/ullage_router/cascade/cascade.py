@@ -1,8 +1,8 @@
 """Tries the steps of a cascade in order until a step gives an acceptable answer.
 
-The first tokens of a judged step are held back. The answer is discarded if these tokens are too
-uncertain, or if the step refuses, fails or uses up its share of the time. Then the next step is
-tried. The last step is not judged: the client gets its answer or its error unchanged.
+The first tokens of a step's answer are buffered and judged. The answer is discarded if these tokens
+are too uncertain, or if the step refuses, fails or exceeds its share of the time limit. Then the
+next step is tried. The last step is not judged: the client gets its answer or its error unchanged.
 
 A step may be another service's router (`peer.py`).
 """
@@ -37,7 +37,7 @@ class Cascade:
         load: Returns the current load of this service's engines.
         on_attempt: Called with each attempt when it has ended, or when its answer is released to
             the client.
-        grace_s: Seconds that other services' answers have to finish when certificates change.
+        grace_s: Seconds for which other services' answers may continue when certificates change.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Cascade:
         return answer
 
     def handler_of(self, step: int, own: Handler) -> Handler:
-        """Return the handler that runs a step, which is another service's router or `own`."""
+        """Return the handler that runs a step: another service's router, or `own`."""
         return self._peers[step].ask if step in self._peers else own
 
     def on_end(self, attempt: Attempt) -> None:
@@ -156,13 +156,13 @@ class BufferedAnswer:
         return self._stream.output_tokens
 
     async def judge(self, confidence: Confidence) -> None:
-        """Read and hold back the tokens to be judged, or the whole answer if it is shorter.
+        """Read and buffer the tokens to be judged, or the whole answer if it is shorter.
 
         Args:
             confidence: Accumulates the tokens' log probabilities.
 
         Raises:
-            ServiceError: The answer broke off.
+            ServiceError: The answer was interrupted.
         """
         async for event in self._coming:
             self._buffered.append(event)
@@ -172,7 +172,7 @@ class BufferedAnswer:
                 return
 
     def describe(self, request_id: str, decision: Decision) -> None:
-        """Write the request id, the model and the attempts into the acceptance message."""
+        """Fill in the request id, the model and the attempts in the acceptance message."""
         self.accepted.request_id = request_id
         self.accepted.model = decision.model
         del self.accepted.attempts[:]
@@ -186,11 +186,11 @@ class BufferedAnswer:
             yield self._visible(event)
 
     def close(self) -> None:
-        """Cancel the step's work on the answer."""
+        """Cancel the step's generation of the answer."""
         self._stream.close()
 
     async def discard(self) -> None:
-        """End the answer without reading the rest, and wait until its generator has closed."""
+        """Close the answer without reading the rest, and wait until its generator has closed."""
         self._stream.close()
         aclose = getattr(self._coming, "aclose", None)
         if aclose is not None:
@@ -236,7 +236,7 @@ class _Run:
         return await self._finally(last)
 
     async def drop_rest(self) -> None:
-        """End every started step whose answer is not used, even if this task is cancelled."""
+        """Cancel every started step whose answer is not used, even if this task is cancelled."""
         # First end all of them, without a pause in which a cancellation could leave one running.
         for task in self._tasks.values():
             _end(task)
@@ -270,7 +270,10 @@ class _Run:
         return BufferedAnswer(stream, with_logprobs)
 
     async def _try(self, step: int) -> BufferedAnswer | None:
-        """Return the step's answer if it is good enough, or else record the failed attempt."""
+        """Return the step's answer if it is good enough.
+
+        Otherwise, record the failed attempt and return None.
+        """
         confidence = Confidence(self._cascade.policy.confidence.tokens)
         answer: BufferedAnswer | None = None
         outcome: Outcome = "escalated"
@@ -311,7 +314,7 @@ class _Run:
     def _release(
         self, step: int, answer: BufferedAnswer, confidence: Confidence | None = None
     ) -> BufferedAnswer:
-        """Record that this step's answer is sent to the client, and return the answer."""
+        """Record that the client gets this step's answer, and return the answer."""
         del self._tasks[step]
         self._adopt_decision(step)
         is_fallback = self._plan.reason == "PEAK" and step == self._plan.steps[0]

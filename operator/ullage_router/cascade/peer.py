@@ -92,7 +92,7 @@ class PeerRouter:
     Args:
         step: The router's address, and the folders of the certificates and the key.
         name: The name of the cascade that sends the requests.
-        grace_s: Seconds that running answers have to finish when the certificate changes.
+        grace_s: Seconds for which running answers may continue when the certificate changes.
     """
 
     def __init__(self, step: StepSection, name: str, grace_s: float) -> None:
@@ -221,7 +221,7 @@ class _PeerStream:
     async def _end(self) -> None:
         """Wait for the RPC to finish, so that the other service counts the request as served.
 
-        The other service would count an RPC that is cancelled before its end as a failure.
+        If the RPC were cancelled early, the other service would count it as a failure.
         """
         with contextlib.suppress(ServiceError):
             await _read(self._stream)
@@ -238,9 +238,9 @@ class _PeerStream:
 def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
     """Return the request to send, without this service's model name or a high priority.
 
-    With a high priority, the request would overtake the other service's own clients, or would be
-    refused if the key's tenant may not use that priority. A low priority is kept, because
-    low-priority work should yield everywhere.
+    With a high priority, the request would overtake the other service's own clients, or be refused
+    if the key's tenant may not use that priority. A low priority is kept, because low-priority work
+    should yield everywhere.
     """
     request = inference_pb2.GenerateRequest()
     request.CopyFrom(call.request)

@@ -1,5 +1,5 @@
 """The router's view of engines: headroom reports, models, and request streams.
 
-This package tracks the state of engines and sends requests to them. It does not choose which engine
-serves a request.
+This package tracks the state of engines and sends requests to them. It does not choose the engine
+for a request.
 """

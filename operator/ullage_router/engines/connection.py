@@ -1,7 +1,7 @@
 """The connection to one engine: a gRPC channel with one stream that carries all requests.
 
-A connection can be replaced while answers are streamed on it, for example when certificates change.
-The new channel replaces the old channel at once, but new requests use the old stream until the new
+A connection can be replaced while answers are being streamed, for example when certificates change.
+The new channel replaces the old one immediately, but new requests use the old stream until the new
 stream is open. Answers on the old stream have a grace period to finish.
 """
 
@@ -39,7 +39,7 @@ class EngineConnection:
         self._on_stream_change = on_stream_change
         self._on_replaced = on_replaced
         self._is_plaintext = False
-        """Whether the engine turned out to use plaintext, if both plaintext and TLS are allowed."""
+        """Whether the engine was found to use plaintext, if both plaintext and TLS are allowed."""
         self._previous: Multiplexer | None = None
         """The previous channel's stream, kept until the current channel's stream is open."""
         self._retiring: set[asyncio.Task[None]] = set()
@@ -68,7 +68,7 @@ class EngineConnection:
         return self._multiplexer.is_missing and not self.is_open
 
     async def open_stream(self) -> None:
-        """Wait until the stream is open, or until the engine turns out not to serve Multiplex."""
+        """Wait until the stream is open, or until the engine is found not to serve Multiplex."""
         await self._multiplexer.open()
 
     def call(
@@ -102,8 +102,8 @@ class EngineConnection:
 
         Args:
             grace_s: seconds that answers on the old channel have to finish.
-            starts_stream: whether to open the new channel's stream at once. For an engine that has
-                not described its model yet, the stream is opened after the description.
+            starts_stream: whether to open the new channel's stream immediately. For an engine that
+                has not described its model yet, the stream is opened after the description.
         """
         channel = self._channel
         previous = self._multiplexer

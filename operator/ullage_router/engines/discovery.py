@@ -24,7 +24,7 @@ class PoolAddresses(NamedTuple):
     addresses: set[str]
     """Address of each engine, as `ip:port` or `[ip]:port`."""
     is_complete: bool
-    """Whether all look-ups succeeded. If not, missing addresses may still be in use."""
+    """Whether all look-ups succeeded. If not, addresses missing here may still be in use."""
 
 
 class PoolLookups:
@@ -52,7 +52,7 @@ class PoolLookups:
     async def answers(self) -> AsyncIterator[PoolAddresses]:
         """Look up every pool, and yield the results that arrive within SLOW_RESOLVE_S.
 
-        Results that take longer are yielded by a later call.
+        Slower results are yielded by a later call.
         """
         for side, pool in self._wanted():
             if (side, pool) not in self._running:
@@ -90,7 +90,7 @@ async def resolve(target: str) -> set[str] | None:
     """Return the addresses of a `host:port` target, or None if the look-up fails.
 
     Each A record gives an `ip:port` address. If there are no A records, each AAAA record gives an
-    `[ip]:port` address. The two kinds are not combined, because an engine may have both.
+    `[ip]:port` address. The two record types are never mixed, because an engine may have both.
     """
     host, _, port = target.rpartition(":")
     if is_ip(host):

@@ -33,7 +33,7 @@ HEARTBEAT_S = 1.0
 STALE_AFTER_S = 3 * HEARTBEAT_S
 """Seconds without a report after which an engine gets no new requests."""
 HOPELESS_AFTER_S = 10 * HEARTBEAT_S
-"""Seconds without a report after which no request waits for the engine to recover."""
+"""Seconds without a report after which requests stop waiting for the engine to recover."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 """Maximum seconds between two attempts to reopen an engine's report stream."""
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineOwner(Protocol):
-    """The interface by which an engine opens channels, loads models and reports its changes."""
+    """The interface through which an engine opens channels, loads models and reports changes."""
 
     @property
     def is_secure(self) -> bool:
@@ -56,19 +56,19 @@ class EngineOwner(Protocol):
         """Whether some engines may use TLS while others use plaintext."""
 
     def on_change(self) -> None:
-        """Handle a new report, the loss of an engine, or released credit."""
+        """Handle a new report, the loss of an engine, or a released reservation."""
 
     def on_loss(self, engine: "Engine") -> None:
         """Handle the end of an engine's reports. The engine may come back at another address."""
 
     def on_restart(self, engine: "Engine") -> None:
-        """Handle an engine's restart, after which the engine's caches are empty."""
+        """Handle the restart of an engine, which empties its caches."""
 
     def on_state_change(self, engine: "Engine") -> None:
         """Handle an event that may change whether an engine accepts requests."""
 
     def on_load_change(self, engine: "Engine") -> None:
-        """Handle an engine's change between idle and busy."""
+        """Handle an engine that has become idle or busy."""
 
     def on_ejected(self, engine: "Engine") -> None:
         """Handle an engine whose circuit breaker has opened."""
@@ -131,10 +131,13 @@ class Engine:
         # The model
         self.description: inference_pb2.GetModelResponse | None = None
         self.route = pool
-        """The pool's label in headers and metrics (`route_of`), at first the pool's name."""
+        """The pool's label in headers and metrics (`route_of`), initially the pool's name."""
         self.model: Model | None = None
         self._described_epoch: int | None = None
-        """Epoch of the engine's server when it last described its model, or None before that."""
+        """Epoch of the engine's server (new after each restart) when it last described its model.
+
+        None until the engine has described its model.
+        """
         self._profile = MemoryProfile(1, ())
         self.adapters: frozenset[str] = frozenset()
         """Names of the adapters that the engine serves."""
@@ -181,9 +184,9 @@ class Engine:
         self._view: EngineView | None = None
         """The cached view for decisions, or None if it must be rebuilt."""
         self._standing: EngineState | None = None
-        """The cached state of the engine, or None if the state may have changed."""
+        """The cached result of `standing`, or None if it must be recomputed."""
         self._standing_until = 0.0
-        """Time at which the cached state expires unless a report arrives first."""
+        """Time at which the cached standing expires unless a report arrives first."""
         self._is_idle = False
         """The value of `is_idle` that the owner was last notified of."""
 
@@ -222,7 +225,7 @@ class Engine:
 
     @property
     def has_numerics(self) -> bool:
-        """Whether the engine has served and may serve again, so that its numerics matter."""
+        """Whether the engine has been ready and is still present, so that its numerics matter."""
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
         # A ready engine without a digest has an earlier release.
@@ -279,7 +282,7 @@ class Engine:
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine can be removed: it has left DNS, is silent and has no requests."""
+        """Whether the engine can be removed because it left DNS, is silent and has no requests."""
         # A canary that left DNS need not fall silent: its address may soon be a stable engine's.
         is_stable = self.side is Side.STABLE
         is_reporting = is_stable and self._is_connected and self.age_s <= HOPELESS_AFTER_S
@@ -287,7 +290,7 @@ class Engine:
 
     @property
     def credit_bytes(self) -> int:
-        """Bytes reserved for requests that the engine's reports may not include yet."""
+        """Bytes reserved for requests that the engine's reports may not account for yet."""
         return self._credit.total
 
     @property
@@ -297,12 +300,12 @@ class Engine:
 
     @property
     def available(self) -> int:
-        """Available bytes: the reported headroom minus credit that is not in the report yet."""
+        """Reported headroom minus the reservations that it may not account for yet, in bytes."""
         return (self.headroom.headroom_bytes if self.headroom else 0) - self._credit.total
 
     @property
     def backlog_tokens(self) -> int:
-        """Number of prompt tokens that the engine will prefill before a new request's prompt."""
+        """Number of prompt tokens that the engine must prefill before a new request's prompt."""
         return self._reported_backlog + self._credit.tokens
 
     @property
@@ -317,14 +320,14 @@ class Engine:
     def prefill_work(self, mlp_products: int) -> int:
         """Return the prefill work ahead of a new prompt, in the unit of `balance.work`.
 
-        Only the total number of tokens is known for other routers' prompts, so their query-key
-        pairs are left out.
+        For other routers' prompts, only the total number of tokens is known. The attention between
+        their tokens is therefore not counted.
         """
         return self._prefill_pairs + mlp_products * self.backlog_tokens
 
     @property
     def standing(self) -> EngineState:
-        """Whether decisions may use the engine now, may wait for it, or must ignore it.
+        """Whether the engine can be used now, may recover soon, or must be ignored.
 
         An engine that has only recently fallen silent counts as recovering.
         """
@@ -339,7 +342,7 @@ class Engine:
                 return EngineState.UNUSABLE
 
     def state_until(self, now: float) -> float:
-        """Return the time at which the state changes if no report arrives, or infinity if never.
+        """Return when the state changes if no report arrives, or infinity if it never changes.
 
         Args:
             now: current time on the monotonic clock.
@@ -425,7 +428,7 @@ class Engine:
         return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Return the unpaid reservations of one holder, and those of all holders together."""
+        """Return the unpaid reservations of one caller, and those of all callers together."""
         return self._credit.held(holder), self._credit.held_by_all
 
     def reserve(
@@ -436,9 +439,10 @@ class Engine:
         Args:
             size: bytes to reserve.
             tokens: number of prompt tokens.
-            step_limit_s: maximum step time, in seconds, with which the request still ends in time.
-            holder: the caller that gets the reservation for free. It is empty if a tenant pays or
-                if this router sends the request.
+            step_limit_s: slowest step time, in seconds, at which the request still finishes in
+                time.
+            holder: the caller if it does not pay for the reservation. It is empty if a tenant pays
+                or if this router sends the request.
         """
         credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()
@@ -456,7 +460,7 @@ class Engine:
         self.breaker.on_first_token(credit)
 
     def release(self, *credits: Credit) -> None:
-        """Release the credit of requests that have ended, whether they succeeded or failed."""
+        """Release the reservations of requests that ended, whether they succeeded or failed."""
         for credit in credits:
             self._credit.release(credit)
             self.breaker.on_end(credit)

@@ -1,4 +1,4 @@
-"""The engines of all pools, their models, and the views of them that decisions use."""
+"""Tracks the engines of all pools and their models, and provides decisions with views of them."""
 
 import asyncio
 import contextlib
@@ -96,9 +96,12 @@ class Engines:
         """
         self._models = ModelCache(trusts_special_tokens, self._fingerprints)
         self._declared_adapters: frozenset[str] | None = None
-        """Adapters that newly woken engines will serve, or None if they were not declared."""
+        """Adapters that engines will serve when their pool is woken, or None if not declared."""
         self._logged_values: dict[str, frozenset[str]] = {}
-        """The differing numerics facts that were last logged, with their values."""
+        """The numerics settings that differed between engines in the last log message.
+
+        Maps each setting to its values.
+        """
 
         # Derived from the engines, for decisions
         self._roster: Roster | None = None
@@ -154,7 +157,7 @@ class Engines:
         return self._engines.get(key)
 
     def last(self, pool: str) -> Engine | None:
-        """Return a current engine of the pool, or else its last engine, or None without either."""
+        """Return a current engine of the pool, or else its last engine, or None if it had none."""
         return next((e for e in self._known() if e.pool == pool and e.model), None)
 
     def _known(self) -> list[Engine]:
@@ -206,7 +209,7 @@ class Engines:
 
     @property
     def adapters(self) -> frozenset[str]:
-        """Names of all adapters that are served now, or would be served once pools are woken."""
+        """Names of all adapters that are served now, or will be served once pools are woken."""
         declared = self._declared_adapters
         if declared is None:
             return NONE.union(*(engine.adapters for engine in self._known()))
@@ -216,7 +219,7 @@ class Engines:
         return NONE.union(*awake, declared if sleeping else ())
 
     def declare_adapters(self, names: Iterable[str] | None) -> None:
-        """Declare which adapters newly woken engines will serve.
+        """Declare which adapters engines will serve when their pool is woken.
 
         Args:
             names: names of the adapters, or None to assume the adapters of each pool's last engine.
@@ -339,7 +342,7 @@ class Engines:
         }
 
     def differences(self) -> Differences:
-        """Return the facts in which the serving engines' numerics differ."""
+        """Return the settings in which the serving engines' numerics differ."""
         return differences(self.numerics())
 
     # Views for decisions
@@ -368,17 +371,19 @@ class Engines:
     def have_all(self, adapter: str) -> bool:
         """Return whether every usable engine has the adapter.
 
-        If no engine is usable, at least one engine that may come back must have the adapter. For an
-        empty name, the result is always true.
+        If no engine is usable, it is enough if any engine that may come back has the adapter. For
+        an empty name, the result is always true.
         """
         return not adapter or adapter in self.roster.common_adapters
 
     def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
-        """Return the smallest claim on each engine's memory in bytes, by engine key.
+        """Return how much memory queued requests need on each engine, in bytes by engine key.
+
+        If several requests need memory on an engine, the smallest value is returned.
 
         Args:
-            claims: claimed bytes by pool and adapter. A claim applies to the engines of the pool
-                that have the adapter.
+            claims: bytes that queued requests for an adapter need, by pool and adapter. They apply
+                to the engines of the pool that have the adapter.
         """
         sizes: dict[str, int] = {}
         for (pool, adapter), size in claims.items():
@@ -388,11 +393,11 @@ class Engines:
         return sizes
 
     def views(self, model: Model, side: Side = Side.STABLE, adapter: str = "") -> list[EngineView]:
-        """Return views of all engines that have described their model, in the order of the pools.
+        """Return views of all engines that have described their model, ordered by pool.
 
         An engine is marked as unusable if it has another model, lacks the adapter, or is held back
-        by its circuit breaker. While this side has a ready engine, engines of the other side are
-        also marked as unusable.
+        by its circuit breaker. While the given side has a ready engine, all engines of the other
+        side are also marked as unusable.
         """
         now = time.monotonic()
         roster = self.roster
@@ -414,10 +419,10 @@ class Engines:
     def sample(
         self, model: Model, side: Side, number: int, preferred: str, adapter: str = ""
     ) -> list[EngineView]:
-        """Return views of a few usable engines from the first pool and from any large pool.
+        """Return views of a few usable engines, from the first pool and the large-request pool.
 
-        The engines are the preferred engine and a random sample. If the sample has no engine of the
-        large pool, an engine marked as unusable represents that pool.
+        The sample consists of the preferred engine and of engines chosen at random. If it contains
+        no engine of the pool for large requests, an engine marked as unusable represents that pool.
 
         Args:
             number: a random number that determines the sample.
@@ -449,13 +454,16 @@ class Engines:
         return views
 
     def _unusable(self, pool: str, now: float) -> list[EngineView]:
-        """Return one described engine of a pool, marked as unusable, or an empty list."""
+        """Return a list with one engine of a pool, marked as unusable, or an empty list.
+
+        The list is empty if no engine of the pool has described its model.
+        """
         views = (e.view(now) for e in self.roster.engines if e.pool == pool)
         first = next((view for view in views if view), None)
         return [replace(first, standing=EngineState.UNUSABLE)] if first else []
 
     def nearest_two(self, side: Side, point: int) -> list[Engine]:
-        """Return the first pool's two usable engines that follow a point on the hash ring.
+        """Return the two usable engines of the first pool that follow a point on the hash ring.
 
         Args:
             point: the request's point on the hash ring.
@@ -485,12 +493,12 @@ class Engines:
     # Counts for metrics
 
     def workers_lost(self, side: Side) -> int:
-        """Return how many engine workers and servers of one side have ended unexpectedly."""
+        """Return how often workers or servers of one side's engines have exited unexpectedly."""
         present = (e.order.workers_lost for e in self.all() if e.side is side)
         return self._lost[side] + sum(present)
 
     def workers_lost_before(self, side: Side) -> int:
-        """Return `workers_lost` counted only over engines that are gone or draining."""
+        """Return `workers_lost`, but count only engines that are gone or draining."""
         ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
         return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
@@ -597,7 +605,7 @@ class Engines:
             self._relist.clear()
 
     async def _resolve(self) -> None:
-        """Add newly discovered engines, and close engines that have gone."""
+        """Add newly discovered engines, and close engines that are gone."""
         async for side, pool, addresses, is_complete in self._lookups.answers():
             # A failing name server must not cost a working engine.
             if is_complete:
@@ -625,7 +633,7 @@ class Engines:
                 self._drop_roster()
 
     async def _close_gone(self) -> None:
-        """Close engines that have left DNS, have fallen silent and have no more requests."""
+        """Close engines that have left DNS, are silent and have no more requests."""
         for key, engine in list(self._engines.items()):
             if not engine.is_over:
                 continue

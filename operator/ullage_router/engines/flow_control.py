@@ -1,9 +1,9 @@
 """Flow control between a sending engine and a reading client.
 
-An engine may be at most `window` tokens ahead of the reader. Tokens that follow each other quickly
-are coalesced: the engine waits briefly for more tokens (`ullage_common.wire.flow_control`), and the
-reader gets all buffered tokens at once, up to `coalesce_tokens`. A paced answer delivers its tokens
-to the reader at a limited rate.
+An engine may be at most `window` tokens ahead of the reader. Tokens in quick succession are
+coalesced: the engine waits briefly for more tokens (`ullage_common.wire.flow_control`), and the
+reader gets all buffered tokens at once, up to `coalesce_tokens`. If an answer has a pace, its
+tokens reach the reader at that maximum rate.
 
 A watchdog ends an engine's streams when the engine falls silent.
 """
@@ -38,7 +38,7 @@ class FlowControl:
     coalesce_tokens: int = 4
     """Maximum number of tokens delivered together, unless one response already has more."""
     coalesce_s: float = 0.02
-    """Maximum seconds for which the engine holds tokens to coalesce them, or 0 for no wait."""
+    """Maximum seconds for which the engine delays tokens to coalesce them, or 0 for no delay."""
     pace: float = 0.0
     """Maximum tokens per second for the reader, or 0 for no limit."""
     stall_s: float = math.inf
@@ -51,7 +51,7 @@ class FlowControl:
 
     @property
     def responses(self) -> int:
-        """The window size as a number of responses, each of which may join several tokens."""
+        """The window size as a number of responses, each of which may carry several tokens."""
         return max(1, self.window // self.together)
 
 
@@ -79,7 +79,7 @@ def for_unary(flow: FlowControl) -> FlowControl:
 
 
 def rate_limited(flow: FlowControl, most: float | None) -> FlowControl:
-    """Return flow control limited to `most` tokens per second, where None means no limit."""
+    """Return the flow control, limited to `most` tokens per second unless `most` is None."""
     return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
 
 
@@ -99,10 +99,10 @@ class Source(Protocol):
         """
 
     def end(self, error: ServiceError) -> None:
-        """End the stream, so that reading raises the error after all received responses."""
+        """End the stream. Reads return the responses received so far, and then raise the error."""
 
     def cancel(self) -> None:
-        """Cancel the engine's work on the answer if it is still running."""
+        """Cancel the generation of the answer on the engine if it is still running."""
 
 
 class ReceiveBuffer:
@@ -143,7 +143,7 @@ class ReceiveBuffer:
         return len(self._events)
 
     def put(self, event: Event, kind: str | None) -> None:
-        """Add a response whose `event` has the given kind."""
+        """Add a response, where `kind` names the set field of its `event` oneof."""
         self._waiting_since = math.inf
         if kind == "delta":
             self._events.append((event, event.delta))
@@ -227,7 +227,7 @@ class ReceiveBuffer:
         return event
 
     def _merge(self, event: Event, first: inference_pb2.Delta) -> Event:
-        """Merge the event with the deltas of the same sample that directly follow it."""
+        """Merge the event with the deltas that directly follow it and belong to the same sample."""
         tokens = first.num_tokens
         merged = [event]
         for following, delta in self._events:

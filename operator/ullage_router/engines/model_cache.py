@@ -17,8 +17,8 @@ class ModelCache:
     """Caches models by fingerprint.
 
     Args:
-        trusts_special_tokens: whether client text that spells a special token is encoded as that
-            token.
+        trusts_special_tokens: whether special tokens that are spelled out in client text are
+            encoded as such.
         in_use: returns the fingerprints of the models that engines use.
     """
 

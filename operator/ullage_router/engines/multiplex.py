@@ -24,10 +24,10 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 OPENING_TIMEOUT_S = 5.0
 MAX_BATCH_BYTES = 128 << 10
-"""Maximum bytes of calls in a message, unless the message has a single request.
+"""Maximum total size of the calls in one message, in bytes.
 
-Each field takes at least two bytes, so this size also respects the engine's limit on the number of
-fields in a message.
+A single larger request is sent in a message of its own. Each field takes at least two bytes, so
+this size also respects the engine's limit on the number of fields in a message.
 """
 CALL_BYTES = 64
 """Estimated bytes that a call adds to a message, not counting its request."""
@@ -51,7 +51,7 @@ class StreamLoss:
         self._counted: set[str] = set()
 
     def is_first(self, account: str) -> bool:
-        """Return whether `account` counts the loss for the first time, and record that it did."""
+        """Return True the first time that `account` counts the loss, and False afterwards."""
         is_first = account not in self._counted
         self._counted.add(account)
         return is_first
@@ -180,7 +180,7 @@ class Multiplexer:
 
 
 class _Stream:
-    """An open stream, with its calls by tag and the messages that are waiting to be sent."""
+    """An open stream, with its running calls by tag and its outgoing messages."""
 
     def __init__(self, stream: grpc.aio.StreamStreamCall[Message, Response]) -> None:
         self._stream = stream
@@ -218,7 +218,7 @@ class _Stream:
         return call
 
     def grant(self, tag: int, responses: int) -> None:
-        """Allow the engine to send the given number of further responses for a call."""
+        """Allow the engine to send this many more responses for a call."""
         if tag in self._calls:
             self._next_message().grants.add(tag=tag, responses=responses)
 
@@ -318,7 +318,7 @@ class StreamCall(ReceiveBuffer):
         self._deadline = self._loop.call_later(min(timeout_s, flow.stall_s), self._check_time)
 
     def cancel(self) -> None:
-        """Cancel the engine's work on the call."""
+        """Cancel the call on the engine."""
         self._deadline.cancel()
         self._stream.cancel(self._tag)
 

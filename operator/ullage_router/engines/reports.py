@@ -15,8 +15,8 @@ ReportKind = Literal["next", "gap", "old", "restart"]
 class ReportSequence:
     """Checks each report's epoch and sequence number, and counts gaps and restarts.
 
-    The sequence number increases by one with each report on a stream. The epoch identifies one run
-    of the engine's server.
+    The sequence number increases by one with each report on a stream. The epoch changes when the
+    engine's server restarts.
 
     Args:
         counts_earlier: whether to count workers that were lost before the first report. Such losses
@@ -34,7 +34,7 @@ class ReportSequence:
         self.restarts = 0
         """Number of times that the engine's server has restarted."""
         self.workers_lost = 0
-        """Number of times that the engine's workers or server ended unexpectedly."""
+        """Number of times that the engine's workers or server exited unexpectedly."""
         self._counts_earlier = counts_earlier
         self._reported_restarts: int | None = None
 

@@ -1,6 +1,6 @@
 """An index of engines that accept requests, so that a decision examines only a few of them.
 
-A roster is valid until an engine is added, is removed or changes its state. Whether an engine is
+A roster is rebuilt when an engine is added, is removed or changes its state. Whether an engine is
 idle changes with every request, so this flag is updated in place.
 """
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ullage_router.tokenizer.model import Model
 
 MAX_DRAWN = 4
-"""Maximum number of engines drawn at random from a group for one decision."""
+"""Maximum number of engines sampled from a group for one decision."""
 MIXING = 2654435761
 """Multiplier of Knuth's multiplicative hash.
 
-The same random number determines which engines are drawn and which of them is chosen. Hashing it
+One random number determines both which engines are sampled and which of them is chosen. Hashing it
 makes the two independent.
 """
 USABLE = EngineState.USABLE
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class DrawGroup(Generic[T]):
-    """A group of usable engines, from which each decision draws a few."""
+    """A group of usable engines, from which each decision samples a few."""
 
     usable: list[T] = field(default_factory=list)
     idle: list[T] = field(default_factory=list)
@@ -54,13 +54,13 @@ class DrawGroup(Generic[T]):
                 self.places[last] = place
 
     def draw(self, number: int) -> list[T]:
-        """Draw at most MAX_DRAWN engines at random, only among idle engines if there are any.
+        """Sample at most MAX_DRAWN engines at random, from the idle engines if there are any.
 
-        A decision prefers the engines at the front of the result, where every engine is equally
-        likely to be.
+        Decisions prefer engines near the start of the result, so every engine is equally likely to
+        come first.
 
         Args:
-            number: the random number that determines the draw.
+            number: the random number that determines the sample.
         """
         source = self.idle or self.usable
         count = len(source)
@@ -97,7 +97,7 @@ class Roster:
     def __init__(self, engines: "Iterable[Engine]", now: float) -> None:
         self.engines = tuple(engines)
         self.until = min((engine.state_until(now) for engine in self.engines), default=now)
-        """Time at which an engine's state may change because no report has arrived."""
+        """Time at which an engine's state may change if no report arrives by then."""
         self.models: dict[Side, Model | None] = {}
         """Cache of the model that each side serves."""
 
@@ -119,8 +119,8 @@ class Roster:
         self.common_adapters = self._common_adapters()
         """Adapters that all usable engines have.
 
-        If no engine is usable, these are the adapters of all engines that may come back. Nothing
-        runs before an engine is back, so no adapter needs a separate queue line.
+        If no engine is usable, these are the adapters of all engines that may come back. No request
+        can run until then, so no adapter needs a separate subqueue.
         """
 
     def _add(self, engine: "Engine") -> None:
@@ -157,10 +157,10 @@ class Roster:
         return sum(len(group.usable) for key, group in groups if key[:2] == (side, pool))
 
     def draw(self, key: GroupKey, number: int) -> "list[Engine]":
-        """Draw a few usable engines of a group at random.
+        """Sample a few usable engines of a group at random.
 
         Args:
-            number: the random number that determines the draw.
+            number: the random number that determines the sample.
         """
         group = self._groups.get(key)
         return group.draw(number) if group else []

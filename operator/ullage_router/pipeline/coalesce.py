@@ -1,7 +1,7 @@
 """Lets concurrent identical requests share one generation if their answer is deterministic.
 
-The first request starts the generation at once. Other requests may join shortly afterwards, and get
-the events from the beginning. The generation runs in a separate task, so it continues until its
+The first request starts the generation immediately. Other requests may join shortly afterwards, and
+get the events from the beginning. The generation runs in a separate task, so it continues until the
 last request has left. Each request reads the generation's event log at its own pace.
 """
 
@@ -52,7 +52,7 @@ def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
     versions.
 
     Args:
-        asker: a string that differs between clients that must not share a generation.
+        asker: identifies the client. Clients with different values never share a generation.
     """
     anonymous = inference_pb2.GenerateRequest()
     anonymous.CopyFrom(request)
@@ -164,7 +164,8 @@ class SharedGeneration:
     def is_joinable(self) -> bool:
         """Return whether another request may join the generation.
 
-        A request that joins gets the complete answer, about as early as from a separate generation.
+        A request may join only if it still gets the complete answer, about as early as from a
+        separate generation.
         """
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None

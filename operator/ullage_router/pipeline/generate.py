@@ -1,8 +1,8 @@
 """The last pipeline stage, which runs a request on an engine and fails over to other engines.
 
 If an engine fails before the first token, the request is retried on another engine as long as a
-retry may help. If an engine is lost later, another engine resumes the answer (`resume.py`). Each
-engine reserves memory for its part of the answer. Quota, limits and metrics count the request once.
+retry may help. If an engine is lost later, another engine resumes the answer (`resume.py`). Memory
+is reserved on each engine in turn, but quota, limits and metrics count the request once.
 
 An answer ends with the reason TIMEOUT if its next token does not arrive in time, or if the time
 limit for the whole answer has passed.
@@ -211,7 +211,7 @@ class EngineSender:
 
 
 class Generation:
-    """An answer that has started, and that several engines may generate one after another."""
+    """An answer that has started and that several engines may generate in turn."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Generation:
         return self._progress.num_tokens if self._num_counted is None else self._num_counted
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the answer's events from all engines that take part.
+        """Yield the answer's events from every engine that contributes to it.
 
         Raises:
             ServiceError: the answer was lost after tokens were sent.
@@ -283,9 +283,9 @@ class Generation:
             yield event
 
     def _is_out_of_time(self, failure: ServiceError) -> bool:
-        """Return whether an answer that already has tokens was not resumed in time.
+        """Return whether an answer that was not resumed in time ends with its tokens so far.
 
-        The tokens so far then become the answer.
+        If not, the client gets an error.
         """
         has_tokens = self._progress.num_tokens > 0
         return has_tokens and failure.reason in (errors.ENGINE_LOST, errors.ENGINE_SILENT)
@@ -321,12 +321,12 @@ class Generation:
         self._resumed_on.append(self._reservation.engine.id)
 
     def close(self) -> None:
-        """Stop the engine's work on the answer if it is still running."""
+        """Cancel the generation of the answer if it is still running."""
         self._stream.close()
 
 
 class _OnEngine:
-    """The part of an answer that one engine generates, from the first token of that part."""
+    """The part of an answer that one engine generates, starting with that engine's first token."""
 
     def __init__(
         self,
@@ -392,7 +392,7 @@ class _OnEngine:
             self._note_ending(event.finished)
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
-        """Report the answer's end to the circuit breaker, unless its time limit was reached."""
+        """Report the answer's outcome to the circuit breaker, unless it reached its time limit."""
         engine = self._reservation.engine
         credit = self._reservation.credit
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
@@ -402,7 +402,7 @@ class _OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._deadline.token_timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Return a final event if only the time limit was reached, or else raise the error."""
+        """Return a final event if the answer merely reached its time limit, or raise the error."""
         engine = self._reservation.engine
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if not engine.is_silent:
@@ -414,7 +414,7 @@ class _OnEngine:
         raise error
 
     def close(self) -> None:
-        """Stop the engine's work on the answer if it is still running."""
+        """Cancel the generation on the engine if it is still running."""
         if not self._is_closed:
             self._is_closed = True
             engine = self._reservation.engine

@@ -67,7 +67,7 @@ class IdempotencyKeys:
 
     @property
     def size(self) -> int:
-        """Return the total size of the kept finished answers in bytes."""
+        """Return the total size of the cached answers in bytes."""
         return self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:

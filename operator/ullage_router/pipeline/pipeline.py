@@ -1,7 +1,7 @@
 """The stages of a request, from its first checks to the first token of its answer.
 
 `RequestStages` calls the stages in order. The order matters for two reasons. A request is charged
-only when the router knows where the request may run. A request may share a generation only after
+only once the router knows where the request may run. A request may share a generation only after
 its quota and its prompt have been checked. The stages of disabled features are skipped.
 """
 
@@ -112,7 +112,7 @@ class RequestStages:
         return await run(call)
 
     async def _in_cascade(self, call: Call) -> ResponseStream:
-        """Run the cascade, of which a step may run on this service's own engines.
+        """Run the cascade, whose steps may include this service's own engines.
 
         The tenant is charged an estimate, because another service may count the request's tokens.
         """
@@ -121,7 +121,7 @@ class RequestStages:
         return await self._optional.cascade.run(call, self._on_own_engines)
 
     async def _on_own_engines(self, call: Call) -> ResponseStream:
-        """Draw a side of the rollout, and render the prompt for that side's model."""
+        """Choose a side of the rollout, and render the prompt for that side's model."""
         scale_to_zero = self._optional.scale_to_zero
         rollout = self._optional.rollout
         if scale_to_zero:

@@ -18,7 +18,7 @@ from ullage_router.errors import REPLACED
 MAX_KEY_CHARACTERS = 256
 HEADER = "x-ullage-replace"
 MAX_WAIT_S = 1.0
-"""Maximum seconds that a later request waits for the earlier request to return its quota."""
+"""Maximum seconds that a later request waits for the earlier request to release its quota."""
 
 
 class Replacer:
@@ -81,8 +81,8 @@ class _Holder:
     async def end(self) -> None:
         """Cancel the request, and wait up to `MAX_WAIT_S` until it has ended.
 
-        The engine stops at once. The request also ends at once if its task is waiting for the
-        answer. Otherwise, for example while a slow client reads, the request ends when its task
+        The engine stops immediately. The request also ends immediately if its task is waiting for
+        the answer. Otherwise, for example while a slow client reads, the request ends when its task
         next reads from the answer.
         """
         self._is_replaced = True
@@ -96,7 +96,7 @@ class _Holder:
 
     @contextlib.contextmanager
     def cancellable(self) -> Iterator[None]:
-        """Allow cancellation within a `with` block in which the task waits for the answer.
+        """Let the request be cancelled within a `with` block, while its task waits for the answer.
 
         Raises:
             ServiceError: a later request replaced this request.

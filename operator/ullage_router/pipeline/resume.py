@@ -37,7 +37,7 @@ ANOTHER_ENGINE_MAY = frozenset(
         *errors.OF_THE_ROUTER,
     }
 )
-"""Statuses of failures that another engine may avoid. The request causes all other failures."""
+"""Statuses of failures that may not recur on another engine. Other failures would recur."""
 _ANOTHER_MAY_GO_ON = ANOTHER_ENGINE_MAY | {grpc.StatusCode.UNIMPLEMENTED}
 """Statuses after which another engine may still resume an answer.
 
@@ -55,7 +55,7 @@ Its arguments are the cause of the loss, and the outcome for the answer (`resume
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resumer:
-    """The parts of the router that all takeovers of answers share."""
+    """The components and state that all attempts to resume answers share."""
 
     admission: Admission
     send: Send
@@ -63,9 +63,9 @@ class Resumer:
     _suspected: set[str] = field(default_factory=set)
     """Keys of the engines that are currently running a suspect.
 
-    A suspect is a request that may have broken earlier engines. The request is no longer a suspect
-    when its next token arrives. An engine runs at most one suspect at a time, so that no other
-    suspect is blamed for a failure.
+    A suspect is a request that may have crashed earlier engines. It is cleared as soon as its next
+    token arrives. An engine runs at most one suspect at a time, so that no other suspect is blamed
+    for a crash.
     """
 
     @contextlib.contextmanager
@@ -90,7 +90,7 @@ class Takeover:
     """Moves an answer to another engine whenever its engine is lost.
 
     Args:
-        resumer: the parts of the router that all takeovers share.
+        resumer: the components and state that all attempts to resume answers share.
         call: the request, with the prompt that its first engine got.
         progress: the part of the answer that has been received.
     """
@@ -151,7 +151,7 @@ class Takeover:
     async def _take_over(
         self, lost: Reservation, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
-        """Try engines until one takes over the answer, or fail after too many losses."""
+        """Try engines until one resumes the answer, or fail after too many losses."""
         progress = self._progress
         while True:
             self._losses.add(error, progress)
@@ -241,7 +241,7 @@ class Takeover:
 
 
 class _SuspectThere(Exception):
-    """Raised when the engine is already running another request that may break engines."""
+    """Raised if the engine is already running another request that may have crashed engines."""
 
 
 class _EngineLost(Exception):

@@ -1,9 +1,8 @@
-"""Follows the rollout file, and draws a side (stable or canary) for each request.
+"""Follows the rollout file, and picks a side (stable or canary) for each request.
 
 The operator writes a small file with the canary's engines and its percentage of requests. The file
 also lists the stable engines' adapters, because a pool that is scaled to zero has no engines to
-report them. The router reads the file again within a second of a change, so a change needs no
-restart.
+report them. The router rereads the file within a second of a change, so no restart is needed.
 """
 
 import asyncio
@@ -45,21 +44,21 @@ class RolloutFile(Strict, frozen=True, kw_only=True):
     revision: str = ""
     """Revision of the stable engines (empty if unknown)."""
     adapters: tuple[Text, ...] | None = None
-    """Adapters that newly woken engines will serve, or None if only running engines report them."""
+    """Adapters that woken engines will serve, or None if only running engines report them."""
     canary: CanarySection | None = None
     stopped: bool = False
     """Whether the service was stopped intentionally and has no engines."""
 
 
 class SideDraw:
-    """Draws a side, stable or canary, for each request.
+    """Picks a side, stable or canary, for each request.
 
-    The side of a session depends on a hash of its name. All routers therefore draw the same side,
+    The side of a session depends on a hash of its name. All routers therefore pick the same side,
     and a session on the canary stays there while the weight grows.
 
     Other requests follow a low-discrepancy sequence, which consists of the fractional parts of
-    multiples of the golden ratio. Among any n successive draws, the canary's share is exact to one
-    or two requests. The sequence also has no period that could coincide with a period in the
+    multiples of the golden ratio. Among any n successive requests, the canary's fraction is exact
+    to one or two requests. The sequence also has no period that could coincide with a period in the
     traffic.
 
     Args:
@@ -70,12 +69,12 @@ class SideDraw:
         self._point = start
 
     def draw(self, weight: int, session: str, salt: str) -> Side:
-        """Draw the side for a new request.
+        """Pick the side for a new request.
 
         Args:
             weight: percentage of requests that the canary gets.
             session: the request's session (empty for none).
-            salt: changes which sessions are drawn for the canary.
+            salt: changes which sessions go to the canary.
         """
         if session:
             digest = hashlib.blake2b(f"{salt}\0{session}".encode(), digest_size=8).digest()
@@ -86,7 +85,7 @@ class SideDraw:
 
 
 class Canary:
-    """Follows the rollout file, and draws sides by its current content.
+    """Follows the rollout file, and picks sides according to its current content.
 
     Args:
         path: path of the rollout file, or None if canaries are not configured.
@@ -117,7 +116,7 @@ class Canary:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def draw(self, session: str) -> Side:
-        """Draw the side for a new request, by its session if it has one."""
+        """Pick the side for a new request, based on its session if it has one."""
         if (canary := self._file.canary) is None:
             return Side.STABLE
         return self._split.draw(canary.weight, session, canary.revision)
@@ -173,7 +172,7 @@ class Canary:
 def trial(canary: CanarySection | None) -> str:
     """Return the name of the current trial (empty while the canary gets no requests).
 
-    The name does not include the weight, because the weight follows the pools' sizes and may change
-    during a step.
+    The name does not include the weight, because the weight depends on the pools' sizes and may
+    change during a step.
     """
     return f"{canary.revision}/{canary.step}" if canary and canary.weight else ""

@@ -46,7 +46,7 @@ class SideCounts:
     although stable engines served them.
     """
     declined: int = 0
-    """Number of requests that were drawn for the canary while it had no free memory."""
+    """Number of requests that were assigned to the canary while it had no free memory."""
     ttft: DurationHistogram = field(default_factory=DurationHistogram)
     """Times from sending a request to its first token.
 
@@ -84,7 +84,7 @@ class Outcomes:
     """Counts the outcomes of both sides in the current trial.
 
     Args:
-        falls: returns how many workers or server processes the engines of a side have lost.
+        falls: returns how often workers or servers of a side's engines have crashed.
         falls_before: returns the same count for engines that are gone or draining.
     """
 
@@ -98,9 +98,9 @@ class Outcomes:
     def follow(self, trial: str, canary: str) -> None:
         """Reset the counts if the trial has changed.
 
-        Crashes of engines (falls) are counted since the canary was created, over all of its steps.
-        A router learns of a new step up to a minute late, so crashes in that minute would otherwise
-        not count for any step.
+        Crashes of engines (falls) are counted from the creation of the canary, over all of its
+        steps. A router learns of a new step up to a minute late, so crashes in that minute would
+        otherwise not count for any step.
 
         Args:
             trial: name of the trial (empty while the canary gets no requests).
@@ -123,7 +123,7 @@ class Outcomes:
         return Observation(self._tallies[side])
 
     def on_declined(self) -> None:
-        """Count a request that was drawn for the canary while the canary had no free memory."""
+        """Count a request that was assigned to the canary while the canary had no free memory."""
         self._tallies[Side.CANARY].declined += 1
 
     def on_contradicted(self, error: ServiceError) -> None:

@@ -22,13 +22,13 @@ Send = Callable[[Call, Reservation, Progress], Awaitable[EngineStream]]
 
 
 class Rollout:
-    """Draws sides for requests, tries canary engines, and counts each side's outcomes.
+    """Picks sides for requests, tries canary engines, and counts each side's outcomes.
 
     Args:
         path: path of the rollout file, or None if canaries are not configured.
         engines: follows the engines of both sides.
         model: the service's model name, for error messages.
-        prompts: renders a request again if the stable engines have another model.
+        prompts: renders a request again for the stable engines if they have another model.
         on_stop: called whenever the file changes, with whether the service is stopped.
     """
 
@@ -63,14 +63,17 @@ class Rollout:
             raise stopped(self._model)
 
     def draw_side(self, call: Call) -> Side:
-        """Draw the request's side, or use the other side if only that has a ready engine."""
+        """Pick the request's side, or use the other side if only that has a ready engine."""
         drawn = self.canary.draw(call.request.session_id)
         other = Side.STABLE if drawn is Side.CANARY else Side.CANARY
         is_ready = functools.partial(self._engines.is_ready_on, adapter=call.adapter)
         return other if not is_ready(drawn) and is_ready(other) else drawn
 
     async def try_canary(self, call: Call, proceed: Handler, once: Handler) -> ResponseStream:
-        """Try the canary once without waiting, and fall back to the stable engines.
+        """Make one attempt on the canary without waiting, then fall back to the stable engines.
+
+        For requests on the stable side, or if no stable engine is ready, `proceed` is called
+        directly.
 
         Args:
             proceed: runs the request, and tries several engines if necessary.

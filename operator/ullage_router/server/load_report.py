@@ -1,8 +1,8 @@
 """The load report from which the operator scales pools: memory, queues and late first tokens.
 
-Each router reports what it observes itself, and the operator adds up all routers' reports. Engines
-report some values identically to every router. For these values, the operator uses the report of
-the router that sees the most engines.
+Each router reports its own observations, which the operator sums over all routers. A report also
+contains values that engines report identically to every router. For these, the operator uses the
+report of the router that sees the most engines.
 """
 
 import time
@@ -23,7 +23,7 @@ _SLOT_S = 10
 
 
 class _FirstTokens:
-    """Counts one pool's first tokens in a sliding window of slots."""
+    """Counts one pool's first tokens in a sliding window, which is divided into slots."""
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[int, int]] = {}
@@ -86,7 +86,7 @@ class LoadReporter:
         return {pool: self._pool(pool, *waits.get(pool, (0, 0, 0.0))) for pool in self._pools}
 
     async def wait_until_wanted(self, within_s: float) -> None:
-        """Wait until a pool that is scaled to zero is in demand, or `within_s` has passed."""
+        """Wait until there is demand for a pool that is scaled to zero, or `within_s` passes."""
         await self._scale_to_zero.queue.wait_until_wanted(self._scale_to_zero.pools, within_s)
 
     def _pool(self, pool: str, queued: int, size: int, oldest: float) -> PoolReport:

@@ -33,7 +33,7 @@ class RouterTLS:
             self.engines = Certificates(folder, folder, on_engines_change)
 
     def add(self, certificates: Mapping[str, Certificates]) -> None:
-        """Include other certificates in the reported state, by name. Their owner manages them."""
+        """Include certificates that another component manages, by name, in the reported state."""
         self._others.update(certificates)
 
     async def start(self) -> None:
@@ -60,7 +60,7 @@ class RouterTLS:
 
     @property
     def num_problems(self) -> int:
-        """Return how many certificates have a problem, such as having expired."""
+        """Return how many certificates have a problem, for example because they have expired."""
         return sum(bool(c.state()["problem"]) for c in self._all().values())
 
     @property

@@ -148,7 +148,7 @@ class TenantMetrics:
     def on_end(
         self, tenant: str, status: int, prompt_tokens: int, output_tokens: int, count: int = 1
     ) -> None:
-        """Count equal requests of one tenant that have ended.
+        """Count identical requests of one tenant that have ended.
 
         Args:
             prompt_tokens: total prompt tokens of these requests.

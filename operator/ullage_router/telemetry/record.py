@@ -15,7 +15,7 @@ KEPT_MOMENTS = 64
 DEVICE = "device"
 """Name of the KV cache tier on the device, from which no KV has to be loaded."""
 RESUMED_INEXACT = "x-ullage-resumed-inexact"
-"""Marks an answer that was resumed on an engine with another numerics fingerprint.
+"""Marks an answer that was resumed on an engine whose numerics may give different results.
 
 The name is used as an HTTP header, as a gRPC metadata key and as an SSE comment.
 """
@@ -104,7 +104,7 @@ class RequestRecord:
             self.timeline.append(Moment(event, time.time(), seconds, fields))
 
     def note_queued(self, seconds: float, pool: str) -> None:
-        """Add a wait in the queue, merged with a queue wait directly before it."""
+        """Add a wait in the queue, or extend the previous timeline entry if that was one too."""
         if self.timeline and self.timeline[-1].event == "queued":
             seconds += self.timeline.pop().seconds
         self.note("queued", seconds, pool=pool)

@@ -29,7 +29,7 @@ class Account:
     """Number of refused requests, by the limit that was reached."""
 
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
-        """Apply a step to the quota, or return the shortage without changing the quota."""
+        """Apply an operation to the quota. If too little is left, return the shortage instead."""
         result = step(self.quota)
         if isinstance(result, Shortage):
             return result
@@ -62,7 +62,7 @@ def open_account(name: str, rules: TenantRules, share: float, now: float) -> Acc
     Args:
         name: the tenant's name.
         rules: the tenant's permissions and limits.
-        share: this router's share of the tenant's limits, from 0 to 1.
+        share: fraction of the tenant's limits that this router enforces, from 0 to 1.
         now: current time on the monotonic clock, in seconds.
     """
     requests = rules.requests_per_minute

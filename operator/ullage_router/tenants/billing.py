@@ -1,8 +1,8 @@
 """Charges requests to their tenant's quota, either in advance or when they end.
 
-A request uses its tenant's quota in steps. First, the request enters, which counts it as one of the
-tenant's concurrent requests. Then its expected tokens are charged. When the request ends, it is
-settled: the tokens that were actually used replace the charge.
+A request uses its tenant's quota in three steps. When it starts, it counts as one of the tenant's
+concurrent requests. Then its expected tokens are charged. When it ends, the charge is replaced with
+the tokens that it actually used.
 """
 
 import time
@@ -14,7 +14,7 @@ from ullage_router.tenants.account import Account
 
 
 class Billing(Protocol):
-    """The interface that charges the equal requests of one session, from start to end."""
+    """The interface for charging one session's identical requests, from start to end."""
 
     @property
     def num_active(self) -> int:
@@ -22,13 +22,13 @@ class Billing(Protocol):
 
     @property
     def needs_charge(self) -> bool:
-        """Return whether the active requests still have to be charged in advance."""
+        """Return whether the active requests must still be charged in advance."""
 
     def enter(self, count: int) -> Shortage | None:
-        """Start `count` requests, or return the shortage without starting any."""
+        """Start `count` requests. If the quota is too small, return the shortage instead."""
 
     def charge(self, tokens: float) -> Shortage | None:
-        """Charge tokens for each active request, or return the shortage without charging any."""
+        """Charge each active request. If the quota is too small, return the shortage instead."""
 
     def give_back(self, count: int) -> None:
         """Refund `count` active requests (0 for all) to the requests-per-minute limit."""
@@ -98,10 +98,11 @@ class AdvanceBilling:
 
 
 class DeferredBilling:
-    """Bills a request that continues an earlier ticket's answer only when the request ends.
+    """Delays the charge for a request that continues an earlier ticket's answer until it ends.
 
-    The earlier ticket pays for the request if the ticket's engine was lost. This is known only when
-    the request ends. Until then, the request only counts as one of the concurrent requests.
+    If the ticket's engine was lost, the request is free, because the earlier ticket has paid for
+    it. Whether the engine was lost is known only when the request ends. Until then, the request
+    only counts as one of the concurrent requests.
 
     Args:
         was_paid: returns whether the first ticket paid. It is called when the request ends.

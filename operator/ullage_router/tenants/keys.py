@@ -31,7 +31,7 @@ class TenantKeys:
 
 
 class KeyRing:
-    """Finds the tenant of a key, in a time that reveals nothing about other keys.
+    """Finds the tenant that owns a key, in a time that reveals nothing about other keys.
 
     An index by a keyed hash finds the key's digest, and a constant-time comparison confirms the
     match. The hash uses a random secret of this object, so clients cannot influence the comparisons
@@ -109,7 +109,7 @@ def _read(path: Path) -> Digests:
 
 
 def _duplicates(digests: Mapping[str, Digests]) -> list[str]:
-    """Return a message for each key that two tenants share. The first tenant by name owns it."""
+    """Return a message for each key that two tenants share. The first tenant by name keeps it."""
     owners: dict[bytes, str] = {}
     problems = []
     for tenant in sorted(digests):

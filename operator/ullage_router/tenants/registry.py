@@ -159,7 +159,7 @@ class Tenants:
             log.error("keys not read; those before stay valid", extra={"reason": problem})
 
     def _remove_stale_accounts(self) -> None:
-        """Remove accounts of tenants that have no key any more, to bound the number of accounts."""
+        """Remove accounts of tenants that no longer have a key, to bound the number of accounts."""
         for name, account in list(self._accounts.items()):
             is_known = name in self._keys.digests or name == ANONYMOUS or name in self._rules
             if not is_known and not account.quota.active:

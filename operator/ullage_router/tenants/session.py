@@ -1,4 +1,4 @@
-"""A tenant's session, which checks permissions and charges quota for equal requests."""
+"""A tenant's session, which checks permissions and charges quota for identical requests."""
 
 import hashlib
 import math
@@ -18,10 +18,10 @@ from ullage_router.tenants.billing import AdvanceBilling, Billing, DeferredBilli
 
 
 class TenantSession:
-    """Tracks one request of a tenant, or several equal requests, from authentication to their end.
+    """Tracks one request of a tenant, or several identical ones, from authentication to their end.
 
-    Call `open_request`, `charge` and `close_request` once each. If no request was opened, the
-    session does not have to be closed.
+    Call `open_request`, `charge` and `close_request` once each. A session in which no request was
+    opened does not have to be closed.
 
     limit_headers
         the `x-ratelimit-*` headers with the tenant's remaining quota
@@ -38,7 +38,7 @@ class TenantSession:
         return TenantSession(self._account, self._metrics)
 
     def prepay(self, was_paid: Callable[[], bool]) -> None:
-        """Charge the session's requests only when they end, and only if no ticket has paid.
+        """Charge the session's requests only when they end, unless a ticket has paid for them.
 
         Args:
             was_paid: returns whether a ticket has paid. It is called when the requests end.
@@ -106,7 +106,7 @@ class TenantSession:
             raise self._shortage_error(shortage)
 
     def num_allowed(self, count: int, tokens: int) -> int:
-        """Return how many of `count` equal requests the tenant's quota allows now.
+        """Return how many of `count` identical requests the tenant's quota allows now.
 
         Args:
             tokens: number of tokens per request.
@@ -126,7 +126,7 @@ class TenantSession:
         Args:
             request: the request, whose priority is set.
             served: the model to assume if the request does not name a model.
-            count: number of equal requests, at most `num_allowed`, or one.
+            count: number of identical requests, at most `num_allowed`, or one.
             is_handed_on: whether another service's cascade sent the request. The cascade does not
                 know the tenant's maximum priority here, so a priority above it is lowered.
 
@@ -186,7 +186,7 @@ class TenantSession:
     def give_back(self, count: int) -> None:
         """Refund `count` open requests (0 for all) to the requests-per-minute limit.
 
-        These requests are refused, and the client sends them again in another way.
+        Use this for requests that are refused here but that the client will send again another way.
         """
         self._billing.give_back(count)
 
@@ -240,7 +240,7 @@ class TenantSession:
 
 
 def _was_served(record: RequestRecord) -> bool:
-    """Return whether the request got tokens, or was cancelled while an engine worked on it."""
+    """Return whether the request received tokens, or was cancelled while an engine worked on it."""
     is_cancelled = record.is_cancelled or record.status == errors.CLIENT_CLOSED
     return record.ttft_s is not None or (is_cancelled and bool(record.decision.engine))
 

@@ -1,9 +1,9 @@
 """Places a batch of picked requests, based on one snapshot of the engines.
 
 Batches follow the same rules as other requests. A decision samples a few engines if the request
-fits its home pool unchanged, and otherwise considers all engines. Later decisions in the batch
-account for the requests that were already placed. Several equal requests are placed at once if
-separate decisions could have placed each of them in the same way.
+fits unchanged in the pool where it normally runs. Otherwise, it considers all engines. Later
+decisions in the batch account for the requests that were already placed. Several identical requests
+are placed at once if separate decisions could have placed each of them in the same way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from ullage_router.policy.placement import room_of
 
 WAIT_RETRY_S = 1
 MAX_SHARES = 16
-"""Maximum number of decisions used to spread equal requests over engines."""
+"""Maximum number of decisions that spread identical requests over engines."""
 HELD = Refuse(
     "busy",
     "TICKETS_HELD",
@@ -37,7 +37,7 @@ HELD = Refuse(
     retry_after_s=WAIT_RETRY_S,
 )
 Room = Callable[[EngineView, int, int], int]
-"""A function that returns how many equal requests a caller may reserve on an engine.
+"""A function that returns how many identical requests a caller may reserve on an engine.
 
 Its arguments are the engine's view, and the bytes and prompt tokens of each request.
 """
@@ -58,18 +58,18 @@ class Ask:
     limit: int = 0
     """The tenant's maximum number of output tokens, or 0 for the service's limit."""
     comes_at_end: bool = False
-    """Whether the whole answer arrives at once at its end, as with best-of sampling."""
+    """Whether the answer arrives only as a whole, as with best-of sampling."""
 
 
 class PickBatch:
-    """Places requests one after another, each on the resources that earlier requests left free.
+    """Places requests one after another, using the resources that earlier requests left free.
 
     Args:
         views: Current views of the engines.
         policy: The routing policy, with the admission ladder.
         ahead: Bytes that queued requests are waiting for, by pool.
         max_output_tokens: The service's limit on output tokens.
-        limits: Time limits for each request. If an answer arrives at once at its end, the limit for
+        limits: Time limits for each request. If an answer arrives only as a whole, the limit for
             the whole answer also applies to its first token.
     """
 
@@ -100,7 +100,10 @@ class PickBatch:
                 group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
-        """Return how many of `count` equal requests to place per decision, to spread them."""
+        """Return how many of `count` identical requests to place with each decision.
+
+        This spreads the requests over the engines.
+        """
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
         return -(-count // min(len(home) or usable or 1, MAX_SHARES))
@@ -108,13 +111,14 @@ class PickBatch:
     def place(
         self, ask: Ask, draw: int, most: int = 1, room: Room | None = None
     ) -> tuple[Run | Refuse, int]:
-        """Place up to `most` equal requests on one engine.
+        """Place up to `most` identical requests on one engine.
 
         Args:
             ask: The request, of which all other requests are copies.
             draw: A random number that determines the sample of engines.
             most: Maximum number of requests to place, at least 1.
-            room: Limits the caller's requests on an engine. None allows all requests that fit.
+            room: Limits the caller's requests on an engine. If None, all requests that fit are
+                placed.
 
         Returns:
             The decision, and the number of requests to which it applies.
@@ -176,7 +180,7 @@ class PickBatch:
                 return _left_to_generate(decision.reason, "waiting for memory")
 
     def _sample(self, facts: RequestFacts) -> list[EngineView]:
-        """Return the engines for `decide_among`, a random sample plus the preferred engine."""
+        """Return a random sample of engines for `decide_among`, plus the preferred engine."""
         sample = []
         for pool, group in self._groups.items():
             drawn = group.draw(facts.draw)
@@ -191,10 +195,10 @@ class PickBatch:
         return sample
 
     def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
-        """Return how many equal requests fit on an engine, given that one request fits.
+        """Return how many identical requests fit on an engine, given that one request fits.
 
-        The number that fits in memory is a simple division. Time is not linear, so the number is
-        then halved until the last request would meet its time limits.
+        Dividing the free memory by the request's size gives a first value. Latency does not grow
+        linearly, so the value is then halved until the last request would meet its time limits.
         """
         size = demand.kv_bytes
         prompt = facts.prompt_tokens

@@ -21,7 +21,7 @@ from ullage_router.policy.credit import Credit
 from ullage_router.tenants.session import TenantSession
 
 SERVED = 200
-"""HTTP status under which tenant metrics count ended picks."""
+"""HTTP status that tenant metrics record for picked requests that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TicketCharge:
 
 @dataclass(slots=True, eq=False)
 class _OpenTicket:
-    """An open ticket, with the credit that each of its uses holds."""
+    """An open ticket, with the memory reservation of each of its uses."""
 
     engine: Engine
     unused: list[Credit]
@@ -109,10 +109,10 @@ class OpenTickets:
         self.counts["placed"] += len(credits)
 
     def report(self, accepted: Iterable[int], ended: Iterable[int]) -> None:
-        """Record which uses a client reports as accepted or ended, with one ticket id per use.
+        """Record the ticket uses that a client reports as accepted or ended.
 
-        Unknown ticket ids are ignored, because their tickets have expired or belong to another
-        router.
+        A ticket's id is repeated for each of its uses. Unknown ids are ignored, because their
+        tickets have expired or belong to another router.
         """
         for number, count in Counter(accepted).items():
             if ticket := self._find(number):
@@ -150,7 +150,7 @@ class OpenTickets:
         return self._fresh.get(number) or self._running.get(number)
 
     def _end(self, number: int, ticket: _OpenTicket, count: int) -> list[Credit]:
-        """End up to `count` uses of a ticket, accepted uses first, and return their credits."""
+        """End up to `count` uses of a ticket, accepted ones first. Return their reservations."""
         ended = _cut(ticket.used, count)
         ended += _cut(ticket.unused, count - len(ended))
         if not (ticket.used or ticket.unused):
@@ -169,7 +169,7 @@ class OpenTickets:
 
 
 class _Freed:
-    """Collects ended uses by engine, so that each engine wakes its waiters only once."""
+    """Collects ticket uses that have ended, so that each engine wakes its waiters only once."""
 
     def __init__(self) -> None:
         self.credits: dict[Engine, list[Credit]] = {}
@@ -194,7 +194,7 @@ def _accept(ticket: _OpenTicket, count: int) -> None:
 
 
 def _cut(credits: list[Credit], count: int) -> list[Credit]:
-    """Remove and return the last `count` credits, or all credits if there are fewer."""
+    """Remove and return the last `count` reservations, or all of them if there are fewer."""
     first = max(0, len(credits) - count)
     ended = credits[first:]
     del credits[first:]

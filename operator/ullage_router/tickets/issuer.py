@@ -62,7 +62,7 @@ class _Call:
     """Each engine's index in the response's list of addresses, by address."""
 
     def place(self, number: int, address: str, ticket: str, run: Run, count: int) -> None:
-        """Add the placement of `count` equal requests to the response."""
+        """Add the placement of `count` identical requests to the response."""
         self.response.placed.add(
             id=number,
             engine=self.addresses.setdefault(address, len(self.addresses)),
@@ -73,7 +73,7 @@ class _Call:
         )
 
     def refuse(self, error: ServiceError, count: int) -> None:
-        """Add the refusal of `count` equal requests to the response."""
+        """Add the refusal of `count` identical requests to the response."""
         refusal = pb.Refusal(
             code=error.code.value[0],
             reason=error.reason,
@@ -90,13 +90,13 @@ class _Call:
 
 @dataclass(slots=True)
 class _PendingPick:
-    """Equal requests of one `Pick` RPC, of which some still have to be placed."""
+    """Identical requests of one `Pick` RPC, some of which are still to be placed."""
 
     priced: pb.PricedRequest
     remaining: int
     """Number of requests that have been neither placed nor refused yet."""
     session: TenantSession | None
-    """Tenant session of the requests that entered the quota, or None if there are no tenants."""
+    """Tenant session to which the requests are charged, or None if there are no tenants."""
     entered: int = 0
     """Number of remaining requests that already count against the quota."""
     priority: int = 0
@@ -106,7 +106,7 @@ class _PendingPick:
     """Limits on the caller's unused free tickets, or None if the caller pays for its tickets."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
-        """Return the charge for a ticket's uses, or None if there are no tenants."""
+        """Return the charge for each use of a ticket, or None if there are no tenants."""
         if self.session is None:
             return None
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
@@ -192,7 +192,7 @@ class TicketIssuer:
     def pick(
         self, request: pb.PickRequest, session: TenantSession | None, peer: str = ""
     ) -> pb.PickResponse:
-        """Record what the client reports about earlier tickets, and place its new requests at once.
+        """Record what the client reports about earlier tickets, and place its new requests.
 
         Args:
             request: The reports about earlier tickets, and the requests to place.
@@ -313,7 +313,7 @@ class TicketIssuer:
         )
 
     def _place(self, pick: _PendingPick, call: _Call) -> None:
-        """Place requests while they fit and the quota allows them, and refuse the rest."""
+        """Place requests as long as they fit and the quota allows them, and refuse the rest."""
         share = call.batch.share(pick.remaining) if pick.remaining > 1 else 1
         session = pick.session
         try:
@@ -327,7 +327,7 @@ class TicketIssuer:
             self.counts["refused"] += pick.remaining
 
     def _enter(self, pick: _PendingPick, session: TenantSession | None) -> None:
-        """Charge the tenant's quota for as many of the requests as the quota allows now.
+        """Charge as many of the requests to the tenant's quota as it allows now.
 
         Raises:
             ServiceError: The quota allows none of the requests.
@@ -357,7 +357,7 @@ class TicketIssuer:
         mine.charge(priced.prompt_tokens, output)
 
     def _grant(self, pick: _PendingPick, share: int, call: _Call) -> None:
-        """Issue one ticket for as many requests as fit on one engine, up to `share`."""
+        """Issue one ticket for as many requests as fit on one engine, but at most `share`."""
         number = next(self._ids)
         priced = pick.priced
         run, count = self._run(pick, call, number, min(share, pick.entered))
@@ -440,7 +440,7 @@ class TicketIssuer:
         return decision, count
 
     def _room(self, unpaid: Unpaid | None) -> Room | None:
-        """Return a function that limits a non-paying caller's requests, or None if it pays."""
+        """Return a function that limits a caller's free requests, or None if the caller pays."""
         if unpaid is None:
             return None
 
@@ -457,7 +457,7 @@ class TicketIssuer:
 
 
 def _check_priced(priced: pb.PricedRequest, where: str) -> None:
-    """Check the fields of a request. If a field is invalid, raise an error that names it."""
+    """Check the fields of a request, and raise an error that names the first invalid field."""
     has_more = priced.samples or priced.priority or priced.session_id or priced.avoid
     has_more = has_more or priced.paid_by
     is_sized = 0 < priced.prompt_tokens <= MAX_TOKENS and priced.max_tokens <= MAX_TOKENS

@@ -21,7 +21,7 @@ from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.signing import TicketSigner
 
 RESUMES_A_USE = 4
-"""Maximum number of times that an answer can be resumed after a single payment.
+"""Maximum number of times that an answer can be resumed without another charge.
 
 After that, resuming the answer is charged like a new request.
 """
@@ -60,8 +60,8 @@ class PaidTickets:
     ) -> Claims | None:
         """Return the ticket's claims if the ticket paid for the request, or None otherwise.
 
-        The session of a paid request is charged when the request ends, but only if the ticket's
-        engine was not lost.
+        If so, the session is charged only when the request ends, and only if the ticket's engine
+        was not lost.
 
         Args:
             ticket: The ticket as the client sent it.
@@ -75,7 +75,7 @@ class PaidTickets:
         return claims
 
     def on_resumed(self, claims: Claims) -> None:
-        """Count that an answer with the ticket was resumed."""
+        """Record that an answer was resumed with the ticket."""
         self._resumed.add(claims.id, self._until(claims))
 
     def was_lost(self, claims: Claims) -> bool:

@@ -1,10 +1,10 @@
 """Limits the unused tickets of callers that do not pay for them.
 
 Tickets are free if there are no tenants, or if the tenant has no limits. A caller could then
-request tickets endlessly without using them. A caller's unused tickets may therefore hold at most a
-share of an engine. The share applies to memory, to sequences per step, and to the prefill time
-within which other requests meet their TTFT objective. The rest is left for `Generate` and for other
-callers.
+request tickets endlessly without using them. Each caller's unused tickets may therefore take up
+only a fraction of an engine. The limit applies to memory, to sequences per step, and to the prefill
+time within which other requests meet their TTFT objective. The rest is left for `Generate` and for
+other callers.
 """
 
 import ipaddress
@@ -15,11 +15,11 @@ from ullage_router.policy.facts import EngineView
 from ullage_router.policy.forecast import SHARE
 
 CALLER_SHARE = 0.5
-"""Maximum share of an engine that one caller's unused free tickets may hold."""
+"""Maximum fraction of an engine that one caller's unused free tickets may hold."""
 ALL_SHARE = 0.75
-"""Maximum share of an engine that all callers' unused free tickets may hold together."""
+"""Maximum fraction of an engine that all callers' unused free tickets may hold together."""
 _V6_NETWORK = 64
-"""IPv6 prefix length by which callers are identified, since a site usually has such a network."""
+"""IPv6 prefix length that identifies a caller, because a site usually has one such network."""
 
 
 @dataclass(frozen=True, slots=True)

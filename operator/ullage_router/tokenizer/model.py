@@ -33,7 +33,7 @@ class Model:
 
     name: str
     fingerprint: str
-    """Digest that is equal for engines with the same task and the same token ids for every text."""
+    """Digest that is equal for engines with the same task and the same tokens for every text."""
     tokenizer: Tokenizer
     encoder: SegmentEncoder
     template: ChatTemplate | None
@@ -105,7 +105,7 @@ class Model:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> tuple[str, ClearMarks | None]:
-        """Render a conversation, and return the text with any marks that must be removed later."""
+        """Return the rendered conversation and its marks, which must be removed later, or None."""
         if self.template is None:
             raise PromptError("the model has no chat template; use /v1/completions")
 
@@ -122,9 +122,9 @@ class Model:
             raise PromptError(str(error)) from error
 
     def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
-        """Return the token ids of a raw prompt, including the affixes that it lacks.
+        """Return the token ids of a raw prompt, and add any affixes that it lacks.
 
-        Special tokens that the text spells are encoded as special tokens, because a raw prompt is
+        Special tokens that are spelled out in the text are encoded as such, because a raw prompt is
         the complete input of the model.
 
         Raises:
@@ -140,8 +140,8 @@ class Model:
     def encode_whole(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
         """Return the token ids of a text, always enclosed in the tokenizer's affixes.
 
-        Embedding models are trained with these affixes. Special tokens that the text spells are
-        encoded as ordinary text.
+        Embedding models are trained with these affixes. Special tokens that are spelled out in the
+        text are encoded as ordinary text.
 
         Raises:
             PromptError: the text cannot be tokenised.
@@ -161,7 +161,7 @@ class Model:
         return self.bound.fewest(text)
 
     def count_tokens(self, text: str, most: int) -> int:
-        """Return a lower bound on the tokens in a part of a prompt, or a number above `most`.
+        """Return a lower bound on the tokens in part of a prompt, or a number above `most`.
 
         Counting needs little memory, because no token ids are kept.
 
@@ -201,9 +201,9 @@ def fingerprint(response: inference_pb2.GetModelResponse) -> str:
 
 
 def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
-    """Return the fingerprint's parts that engines of version 0.1.0 do not report.
+    """Return the fields of the fingerprint that engines of version 0.1.0 do not report.
 
-    Empty parts are left out, so that the fingerprints of such engines do not change.
+    Empty fields are left out, so that the fingerprints of such engines do not change.
     """
     defaults = response.sampling_defaults.SerializeToString(deterministic=True)
     parts = {
@@ -224,7 +224,8 @@ def load_model(
 
     Args:
         response: the engine's description of its model.
-        trusts_special_tokens: whether special tokens that client text spells are encoded as such.
+        trusts_special_tokens: whether special tokens that are spelled out in client text are
+            encoded as such.
 
     Raises:
         ValueError: the tokenizer or the chat template is invalid.

@@ -5,7 +5,7 @@ instructions. Tokenizers first split a text at its special tokens, and then toke
 separately. A segment therefore has the same ids in every text. The ids are cached by the segment's
 digest, so that only new segments are tokenised. No text is kept.
 
-A long text is tokenised in pieces, until the maximum useful number of tokens is reached.
+A long text is tokenised in chunks, and tokenisation stops once the text has too many tokens.
 """
 
 import threading
@@ -39,12 +39,15 @@ ENTRY_BYTES = 250
 MAX_TOKENS = 1 << 30
 """A number of tokens that no text reaches, used as "no limit"."""
 EDGE_TOKENS = 8
-"""Maximum tokens that a part of a text may lose when it is joined with its neighbours."""
+"""Maximum number of tokens by which a text may shrink when it is joined with its neighbours.
+
+Tokens at its edges can merge with neighbouring text.
+"""
 
 _LOCAL = (ByteLevel, Digits, Punctuation, Split)
-"""Pre-tokenizers whose result for a segment does not depend on earlier segments.
+"""Pre-tokenizers that treat a segment the same way regardless of earlier segments.
 
-The result of `Metaspace`, in contrast, depends on whether the segment is the first of the text.
+`Metaspace`, in contrast, depends on whether the segment is the first of the text.
 """
 
 Tokenise = Callable[[str], list[int]]
@@ -53,14 +56,15 @@ TokenIds: TypeAlias = "array[int]"
 
 
 class TooManyTokens(Exception):
-    """Raised when a text has more tokens than the maximum. It was tokenised only in part."""
+    """Raised when a text exceeds the maximum number of tokens. The rest of it was not tokenised."""
 
 
 class SegmentEncoder:
-    """Gives the same token ids as the tokenizer, but encodes by segment and uses a cache.
+    """Produces the same token ids as the tokenizer, but encodes and caches segments separately.
 
-    If special tokens are not segment boundaries for a tokenizer, the encoder does not split texts
-    into segments. The encoder is thread-safe.
+    Segments are the parts of a text between special tokens. If special tokens are not segment
+    boundaries for a tokenizer, the encoder does not split texts into segments. The encoder is
+    thread-safe.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -96,25 +100,25 @@ class SegmentEncoder:
         """Return the token ids of a text, without adding special tokens.
 
         Args:
-            text: the text, in which spelled special tokens are encoded as such.
+            text: the text, in which special tokens that are spelled out are encoded as such.
             most: maximum useful number of tokens.
 
         Raises:
             TooManyTokens: the text has more than `most` tokens.
-            UncutText: the text cannot be tokenised in pieces.
+            UncutText: the text cannot be tokenised in chunks.
         """
         if self._boundaries is None:
             return _counted(self._tokenise(text, self._encode), most)
         return self._join(parted(text, self._boundaries), self._encode, most)
 
     def count(self, text: str, most: int) -> int:
-        """Return a lower bound on the tokens in a part of a text, or a number above `most`.
+        """Return a lower bound on the tokens in part of a text, or a number above `most`.
 
         Each special token counts as one token. Tokens at the edges are not counted, because they
         may merge with neighbouring text. No token ids are kept.
 
         Raises:
-            UncutText: no text that contains this part can be tokenised in pieces.
+            UncutText: no text that contains this part can be tokenised in chunks.
         """
         number = -EDGE_TOKENS
         for piece in parted(text, self._boundaries):
@@ -125,15 +129,15 @@ class SegmentEncoder:
         return max(0, number)
 
     def encode_pieces(self, pieces: Iterable[TokenPiece], most: int = MAX_TOKENS) -> TokenIds:
-        """Return the token ids of a text that is given as pieces.
+        """Return the token ids of a text that is given as special tokens and ordinary text.
 
-        A piece that stands for a special token is encoded as that token. A piece of ordinary text
-        is never encoded as a guarded token.
+        A special token is encoded as that token. Ordinary text is never encoded as one of the
+        `guarded` special tokens, even if it spells one out.
 
         Raises:
-            SpecialTokenError: a piece of ordinary text would be encoded as a guarded token.
+            SpecialTokenError: ordinary text would be encoded as a guarded token.
             TooManyTokens: the text has more than `most` tokens.
-            UncutText: the text cannot be tokenised in pieces.
+            UncutText: the text cannot be tokenised in chunks.
         """
         guarded = self._guarded
         assert guarded, "tokens are guarded where texts have pieces"
@@ -176,7 +180,7 @@ class SegmentEncoder:
     def _tokenise(
         self, text: str, tokenise: Tokenise, is_part: bool = False
     ) -> Iterator[list[int]]:
-        """Cut the text into pieces, and yield the token ids of each piece."""
+        """Split the text into chunks, and yield the token ids of each chunk."""
         return map(tokenise, self._cutter.pieces(text, is_part))
 
     def _encode(self, text: str) -> list[int]:
@@ -187,7 +191,7 @@ class SegmentEncoder:
 
 
 def _counted(parts: Iterable[Iterable[int]], most: int) -> TokenIds:
-    """Join lists of token ids, and raise TooManyTokens if there are more than `most` ids."""
+    """Concatenate token ids, and raise TooManyTokens if there are more than `most`."""
     ids = array("I")
     for part in parts:
         ids.extend(part)
@@ -201,7 +205,7 @@ def _size(ids: TokenIds) -> int:
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the ids of special tokens by text (empty if they are not segment boundaries)."""
+    """Return special token ids by text (empty if special tokens are not segment boundaries)."""
     added = tokenizer.get_added_tokens_decoder()
     is_cut = isinstance(tokenizer.model, BPE) and not tokenizer.model.dropout
     if not is_cut or any(map(_looks_around, added.values())):
@@ -212,7 +216,7 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _looks_around(token: AddedToken) -> bool:
-    """Return whether matching a token depends on the text around it, as with `single_word`."""
+    """Return whether recognising a token depends on the text around it, as with `single_word`."""
     return bool(token.single_word or token.lstrip or token.rstrip or token.normalized)
 
 
