@@ -79,7 +79,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def add_election(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the leader election to a parser."""
+    """Add the command-line options for leader election to a parser."""
     parser.add_argument(
         "--no-leader-election",
         action="store_true",
@@ -125,7 +125,7 @@ def controller_options(options: argparse.Namespace, defaults: Options) -> Option
 
 
 def main(arguments: Sequence[str] | None = None, defaults: Options | None = None) -> int:
-    """Run the operator until a signal ends it.
+    """Run the operator until it is stopped by a signal.
 
     Args:
         arguments: the command-line arguments (by default those of the process).

@@ -1,4 +1,4 @@
-"""The API of `LLMService`: the spec with its defaults, checks, quantities, names and settings.
+"""The `LLMService` API: the spec, its defaults and validation, quantities, names and settings.
 
-This package has only data and validation. It depends on neither a cluster nor a clock.
+This package contains only data types and validation. It uses neither a cluster nor a clock.
 """

@@ -2,9 +2,9 @@
 
 An LLMServiceBase is a spec that several services share.
 
-An API server fills in a service's defaults before the operator reads the service. A field that was
-left out therefore looks like a field that was set to its default. Both fields count as unset, so a
-base may set them. Bases get no defaults, so the last base that sets a field decides its value.
+An API server fills in a service's defaults before the operator reads the service. The operator
+therefore cannot tell whether a field was omitted or explicitly set to its default. It treats both
+as unset, so a base may set them. Bases get no defaults, so the last base that sets a field wins.
 """
 
 import copy
@@ -23,12 +23,12 @@ FIELD = "baseRefs"
 _SERVICE_ONLY = frozenset({FIELD, "replicas", "stop"})
 """Fields that a base cannot set.
 
-A service's field that has its default value counts as unset. If bases could set these fields, they
-would undo some uses of `kubectl scale` and `stop`.
+A base overrides every field that the service leaves at its default. If a base could set these
+fields, it would for example undo `kubectl scale` to the default number of replicas.
 """
 _RULES = "x-kubernetes-validations"
 _MERGED_LISTS = ("containers", "initContainers")
-"""Lists whose items are merged if their keys are equal.
+"""Lists in which a base's item and a service's item with the same key are merged.
 
 In other lists, an item of the service replaces the base's item with the same key.
 """
@@ -41,14 +41,14 @@ class Bases:
     specs: Mapping[str, Spec] = field(default_factory=dict)
     """The spec of each base, by the base's name."""
     remedy: str = "create it, or leave it out"
-    """Remedy in the error about a missing base."""
+    """Suggested fix in the error message about a missing base."""
 
 
 NO_BASES = Bases()
 
 
 def base_names(spec: Any) -> list[str]:
-    """Return the names of the bases that a spec references, without unreadable references."""
+    """Return the names of the bases that a spec references, skipping malformed references."""
     refs = spec.get(FIELD) if isinstance(spec, Mapping) else None
     names = [ref.get("name") for ref in refs or () if isinstance(ref, Mapping)]
     return [name for name in names if isinstance(name, str)]
@@ -84,10 +84,10 @@ def with_bases(definition: Schema, name: str, spec: Spec, bases: Bases) -> Spec:
 
 
 def overruled_defaults(definition: Schema, spec: Spec, bases: Bases) -> list[str]:
-    """Return paths of fields that a manifest sets to their defaults but a base overrides.
+    """Return the paths of fields that a manifest sets to their default but that a base overrides.
 
     Args:
-        spec: the spec as written, without defaults.
+        spec: the spec as written, before defaults are filled in.
     """
     section = definition["properties"]["spec"]
     shared: Spec = {}
@@ -147,7 +147,7 @@ def _missing(names: Sequence[str], bases: Bases) -> Iterator[Problem]:
 
 
 def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Problem:
-    """Return a problem whose message also names the bases that set the affected section."""
+    """Add to a problem's message which bases set the affected section."""
     section = problem.path.removeprefix("spec.").partition(".")[0].partition("[")[0]
     saying = [name for name in names if section in bases.specs[name]]
     if not saying:
@@ -157,7 +157,7 @@ def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Proble
 
 
 def merged(node: Schema, over: Any, under: Any, *, has_defaults: bool) -> Any:
-    """Return the value `over` merged over the value `under`.
+    """Merge the value `over` over the value `under`, and return the result.
 
     Args:
         has_defaults: whether `over` may have defaults that the API server filled in.

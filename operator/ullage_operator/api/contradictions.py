@@ -11,9 +11,9 @@ from ullage_operator.api.quantities import amount, parse_bytes
 from ullage_operator.api.spec import claim_of
 
 MIN_BYTES = 2**20
-"""Minimum size of a memory setting in bytes. Less memory cannot hold a request or a KV block."""
+"""Minimum memory setting in bytes. Smaller sizes cannot hold a request or a KV block."""
 MAX_BYTES = 2**46
-"""Maximum size of a memory setting in bytes: 64 TiB, more than any machine has."""
+"""Maximum value of a memory setting in bytes: 64 TiB, more than any machine has."""
 _MIG_SLICE = "/mig-"
 """Substring of the resource names that NVIDIA's device plugin gives to MIG slices."""
 _HOST_SIZE = "tiers.host.size"
@@ -49,7 +49,7 @@ def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
 
 
 def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield problems with adapters that do not fit the engines' slots, ranks or mounted claims."""
+    """Yield problems with adapters: no slots, too high a rank, or a claim that is not mounted."""
     memory = spec["memory"]
     adapters = spec.get("adapters", ())
     slots = memory.get("maxLoras")
@@ -90,8 +90,7 @@ def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
 def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield problems with pool roles that make it ambiguous which pool serves a request.
 
-    The CRD has rules for this, but objects that were stored under an older CRD may break the
-    rules.
+    The CRD has rules for this, but objects stored under an older CRD may violate them.
     """
     names = ordered_pools(spec)
     for role in ("standard", "large"):
@@ -167,7 +166,7 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
 
 
 def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield problems with invalid quantities that the operator would copy into pods unchanged."""
+    """Yield a problem for each invalid quantity that would be copied into pods unchanged."""
     places = {"spec.router": spec["router"]}
     places |= {f"spec.pools.{name}": pool for name, pool in spec["pools"].items()}
     for place, section in places.items():
@@ -194,7 +193,7 @@ def _tiers(tiers: Mapping[str, Any], host: int | str) -> Iterator[Problem]:
 
     Args:
         tiers: the tiers of the spec.
-        host: the size of the host tier.
+        host: the size of the KV tier in host memory.
     """
     host_bytes = parse_bytes(host)
     if not host_bytes and (below := [name for name in ("remote", "file") if name in tiers]):

@@ -1,16 +1,16 @@
 """The exceptions that the operator raises.
 
 OperatorError
-├── Permanent             a retry cannot help until somebody changes something
+├── Permanent             a retry fails again until somebody changes something
 │   ├── InvalidManifest   an LLMService that the API would reject, with every problem
 │   ├── LocalFailure      a local run that cannot continue
 │   └── ClusterRefused    the API server rejects a request as invalid
 └── Temporary             a retry after `delay_s` may help
-    └── ClusterUnavailable  the API server did not answer, is busy, or rejects a request for now
+    └── ClusterUnavailable  the API server is unreachable, busy, or temporarily rejects a request
         ├── ClusterDenied     the operator's account lacks a permission
-        ├── ClusterPostponed  a quota, admission or a failing webhook stops this request
+        ├── ClusterPostponed  a quota, admission or a webhook temporarily blocks this request
         ├── ClusterConflict   another client wrote the object first
-        ├── ClusterForgets    the requested history has expired, so list again
+        ├── ClusterForgets    the requested resource version has expired, so relist
         └── KindAbsent        the API server does not serve the kind
 """
 
@@ -23,11 +23,11 @@ class OperatorError(Exception):
 
 
 class Permanent(OperatorError):
-    """An error that a retry cannot solve until somebody changes something."""
+    """An error that persists on every retry until somebody changes something."""
 
 
 class Temporary(OperatorError):
-    """An error that a retry after `delay_s` seconds may solve."""
+    """An error that may go away if the caller retries after `delay_s` seconds."""
 
     def __init__(self, message: str, delay_s: float = 5.0) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class InvalidManifest(Permanent):
 
 
 class LocalFailure(Permanent):
-    """A local run that cannot continue. The message gives the reason in one line."""
+    """A local run that cannot continue. The message states the reason in one line."""
 
 
 class ClusterRefused(Permanent):
@@ -65,7 +65,7 @@ class ClusterRefused(Permanent):
 
 
 class ClusterUnavailable(Temporary):
-    """The API server did not answer, is busy, or rejects a request for now."""
+    """The API server did not respond, is busy, or temporarily rejects a request."""
 
 
 class ClusterDenied(ClusterUnavailable):
@@ -77,7 +77,7 @@ class ClusterDenied(ClusterUnavailable):
 
 
 class ClusterPostponed(ClusterUnavailable):
-    """A quota, admission or a webhook blocks this request for now, but may allow others."""
+    """A quota, an admission plugin or a webhook temporarily blocks this particular request."""
 
 
 class ClusterConflict(ClusterUnavailable):
@@ -85,7 +85,7 @@ class ClusterConflict(ClusterUnavailable):
 
 
 class ClusterForgets(ClusterUnavailable):
-    """The history that a watch or a list page needs has expired, so the caller must list again."""
+    """The resource version of a watch or list page has expired, so the caller must relist."""
 
 
 class KindAbsent(ClusterUnavailable):

@@ -18,7 +18,7 @@ SCALE_MANAGER = "ullage-operator-scale"
 CONFIG_HASH = f"{GROUP}/config-hash"
 """Pod annotation: a hash of the configuration. When the hash changes, the pods are replaced."""
 ROLLOUT = f"{GROUP}/rollout"
-"""LLMService annotation that contains a command for the service's rollout."""
+"""LLMService annotation by which users control the service's rollout, for example `pause`."""
 REVISION = f"{GROUP}/revision"
 """Annotation of a StatefulSet: the revision that its pods should have."""
 TEMPLATE_HASH = f"{GROUP}/template-hash"
@@ -29,28 +29,29 @@ The hash of the live template would differ, because the API server adds defaults
 SHARED_HASH = f"{GROUP}/shared-hash"
 """Annotation of a StatefulSet: a hash of the engine pods' fields that are not part of a release."""
 CANARY_PLACES = f"{GROUP}/canary-places"
-"""Annotation of a StatefulSet: the number of its engines that a canary replaces.
+"""Annotation of a StatefulSet: how many of its engines are currently replaced by canary engines.
 
-The StatefulSet's replicas exclude these engines, which still belong to the pool.
+The StatefulSet's `replicas` excludes these engines, although they still count towards the pool's
+size.
 """
 STOPPED = f"{GROUP}/stopped"
 """Annotation of a StatefulSet that `spec.stop` has scaled to zero.
 
-Its replicas therefore do not show how many engines the pool should have after the stop.
+Its replicas therefore do not show how many engines the pool should have once it is restarted.
 """
 GROUP_REVISION = f"{GROUP}/group-revision"
 """Pod annotation: a hash of an engine's pod templates. All pods of an engine have the same hash."""
 POOL_LABEL = f"{GROUP}/pool"
 FETCH_CLAIM = f"{GROUP}/fetch-claim"
-"""Annotation of a Job: the claim that it fetches a model into."""
+"""Annotation of a Job: the persistent volume claim that it downloads a model into."""
 FETCH_SOURCE = f"{GROUP}/fetch-source"
-"""Annotation of a Job: the model that it fetches."""
+"""Annotation of a Job: the source of the model that it downloads."""
 FETCH_STORE = f"{GROUP}/fetch-store"
 """Annotation of a Job: a digest of the bucket's endpoint (absent if the source needs none)."""
 STATEFUL_SET_REVISION = "controller-revision-hash"
 """Label of a StatefulSet's pods: the controller revision from which a pod was created."""
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
-"""Label that every namespace has, with its own name as value."""
+"""Label that Kubernetes sets on every namespace. Its value is the namespace's name."""
 
 HTTP_PORT = 8000
 GRPC_PORT = 9000
@@ -66,14 +67,14 @@ TLS_DIR = "/etc/ullage-tls"
 CLIENT_CA_DIR = "/etc/ullage-client-ca"
 ENGINE_TLS_DIR = "/etc/ullage-engine-tls"
 STEPS_DIR = "/etc/ullage-steps"
-"""Folder with the TLS and key folders of each cascade step, named by index: `0-tls` and `0-key`."""
+"""Folder with TLS files and API keys for each step of a cascade, by index: `0-tls` and `0-key`."""
 ADAPTERS_DIR = "/etc/ullage-adapters"
 CACHE_DIR = "/var/cache/ullage"
 KV_DIR = "/var/lib/ullage/kv"
 """Default folder of the KV file tier."""
 MODEL_IMAGE_DIR = "/model-image"
 CLAIM_ROOT = "/models"
-"""Folder where the claim of a `pvc://` source is mounted and the engine looks for the model."""
+"""Mount point for the claim of a `pvc://` source. The engine looks for the model there."""
 
 ENGINE_CONFIG = "engine.yaml"
 ADAPTERS_FILE = "adapters.yaml"
@@ -83,12 +84,12 @@ ROLLOUT_FILE = "rollout.yaml"
 """File in the ConfigMap of the router's configuration. Routers reload the file when it changes."""
 ROLLOUT_STATE = "state.json"
 KEPT_SPEC = "spec.json"
-"""File with the last valid spec, in the ConfigMap of the rollout's state."""
+"""File with the last valid spec, in the ConfigMap that stores the rollout's state."""
 
 _CANARY = "-next"
 """Suffix of a canary's pool.
 
-The suffix is short, because a StatefulSet's name and a hash may have 63 characters in total.
+The suffix is short, because a StatefulSet's name plus a hash must fit into 63 characters.
 """
 
 _GROUP = "-group"
@@ -97,9 +98,9 @@ _GROUP = "-group"
 ROUTER = "router"
 ENGINE = "engine"
 FOLLOWER = "follower"
-"""Component of pods that run part of a multi-pod engine but have no server."""
+"""Component label of pods that run part of a multi-pod engine but have no server."""
 FETCHER = "fetcher"
-"""Component of pods whose Job fetches a model into a shared claim."""
+"""Component label of pods whose Job downloads a model into a shared claim."""
 OPERATOR = "operator"
 
 
@@ -114,7 +115,7 @@ def pool_name(service: str, pool: str) -> str:
 
 
 def canary_pool(pool: str) -> str:
-    """Return the pool name under which a pool's canary appears in names and labels.
+    """Return the pool name that a pool's canary uses in object names and labels.
 
     The name is unambiguous because no pool has a dash in its name or is called `next`. Otherwise
     pool `next` of service `chat-single` would share object names with the canary of pool `single`
@@ -126,8 +127,8 @@ def canary_pool(pool: str) -> str:
 def group_pool(pool: str) -> str:
     """Return the pool name of the followers of a pool or its canary.
 
-    Followers find their leaders by a Service of this name. The NetworkPolicy between leaders and
-    followers has this name, too.
+    Followers discover their leaders through a Service of this name. The NetworkPolicy between
+    leaders and followers also has this name.
     """
     return f"{pool}{_GROUP}"
 
@@ -147,7 +148,7 @@ def leaders_name(group: str) -> str:
 
 
 def rollout_name(service: str) -> str:
-    """Return the name of the ConfigMap with the state of the rollout."""
+    """Return the name of the ConfigMap that stores the state of the rollout."""
     return f"{service}-rollout"
 
 
@@ -161,12 +162,12 @@ def engine_name(service: str) -> str:
 
 
 def fetcher_name(service: str) -> str:
-    """Return the name of the NetworkPolicy for pods that fetch models into shared claims."""
+    """Return the name of the NetworkPolicy for pods that download models into shared claims."""
     return f"{service}-fetcher"
 
 
 def fetch_name(service: str, digest: str) -> str:
-    """Return the name of a Job that fetches a model into a shared claim."""
+    """Return the name of a Job that downloads a model into a shared claim."""
     return f"{service}-fetch-{digest}"
 
 
@@ -191,7 +192,7 @@ def labels(service: str, component: str, version: str, pool: str | None = None) 
 
 
 def operator_selector() -> dict[str, str]:
-    """Return the labels of the operator's own pods, which the operator's chart sets."""
+    """Return the labels that the operator's Helm chart sets on the operator's own pods."""
     return {
         "app.kubernetes.io/part-of": "ullage",
         "app.kubernetes.io/component": OPERATOR,
@@ -199,12 +200,12 @@ def operator_selector() -> dict[str, str]:
 
 
 def owned_selector() -> str:
-    """Return the label selector of all objects that the operator created."""
+    """Return the label selector that matches all objects created by the operator."""
     return f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
 
 
 def pod_selector() -> str:
-    """Return the label selector of the pods of all services."""
+    """Return the label selector that matches the pods of all services."""
     components = ",".join((ENGINE, FETCHER, FOLLOWER, ROUTER))
     return f"app.kubernetes.io/name=ullage,app.kubernetes.io/component in ({components})"
 
@@ -221,7 +222,7 @@ ROUTER_SCALER = "HorizontalPodAutoscaler"
 
 
 class Kind(NamedTuple):
-    """A kind of Kubernetes object, and which objects of this kind the operator watches."""
+    """A kind of Kubernetes object, and which objects of that kind the operator watches."""
 
     api_version: str
     name: str
@@ -237,13 +238,13 @@ class Kind(NamedTuple):
 
     @property
     def qualified(self) -> str:
-        """Return the resource name that messages use, for example statefulsets.apps."""
+        """Return the qualified resource name for messages, for example statefulsets.apps."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     def path(self, namespace: str, name: str = "") -> str:
         """Return the URL path of an object, or of the whole collection if no name is given.
 
-        An empty namespace stands for all namespaces.
+        An empty namespace means all namespaces.
         """
         root = f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
         scope = f"/namespaces/{namespace}" if namespace else ""

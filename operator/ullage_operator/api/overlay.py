@@ -1,6 +1,6 @@
-"""Merges pod templates. Lists of objects are merged by keys, as in server-side apply.
+"""Merges pod templates. Lists of objects are merged by key, as in server-side apply.
 
-The operator merges its own pod fields, and the pod fields of older specs, into a spec's pod
+The operator merges its own pod fields, and pod fields from older specs, into a spec's pod
 templates.
 """
 
@@ -20,7 +20,7 @@ def over_template(given: Mapping[str, Any], own: Manifest) -> Manifest:
 
 
 def laid_over(given: Mapping[str, Any], own: Manifest) -> Manifest:
-    """Return a pod template in which the fields of `own` replace those of `given`."""
+    """Return the pod template `given`, with the fields of `own` merged over it."""
     return cast(Manifest, _over(given, own))
 
 
@@ -57,16 +57,16 @@ _ELSEWHERE = {
     ".volumes[kv]": "{section}.memory.tiers.file",
     ".volumes[shm]": "{section}.shmSize",
 }
-"""Spec fields that users should set instead of pod fields, by the end of a pod field's path."""
+"""Spec fields to set instead of a pod field, keyed by the end of the pod field's path."""
 
 
 def conflicts(given: Any, own: Any, path: str) -> Iterator[Problem]:
-    """Yield problems with the fields of a pod template that the operator sets to other values.
+    """Yield a problem for each pod template field that the operator itself sets to another value.
 
     Args:
-        given: the template, or a part of it.
-        own: the fields of the same part that the operator sets.
-        path: the path of the part.
+        given: the template, or a nested part of it during recursion.
+        own: the operator's own fields for that part.
+        path: the path of that part in the manifest.
     """
     if given is None or given == own:
         return
@@ -114,11 +114,11 @@ def _own(path: str) -> Problem:
 
 
 _HANDLERS = frozenset(("exec", "grpc", "httpGet", "sleep", "tcpSocket"))
-"""Actions of a probe or hook. A probe or hook may have only one action."""
+"""Actions of a probe or lifecycle hook, of which each may have only one."""
 
 
 def overlap(path: str, mounts: Iterable[str]) -> str | None:
-    """Describe how a path in a container overlaps with a mount, or return None if it does not."""
+    """Describe how a path in a container overlaps a mount, or return None if it does not."""
     for each in mounts:
         if lies_in(path, each):
             return f"lies in {each}"
@@ -128,7 +128,7 @@ def overlap(path: str, mounts: Iterable[str]) -> str | None:
 
 
 def lies_in(path: str, folder: str) -> bool:
-    """Return whether a path in a container is the given folder or lies in it."""
+    """Return whether a path in a container is the given folder or is inside it."""
     inner, outer = (posixpath.normpath(f"/{each}").lstrip("/") for each in (path, folder))
     return not outer or f"{inner}/".startswith(f"{outer}/")
 
@@ -139,8 +139,8 @@ MERGE_KEYS = ("mountPath", "containerPort", "name")
 def merge_key(desired: list[Any], live: list[Any]) -> str | None:
     """Return the field that identifies the items of a list, as in server-side apply, or None.
 
-    If other clients add an item to a list with such a field, for example an injected container, the
-    item belongs to those clients.
+    If another client adds an item to such a list, for example an injected container, the item
+    belongs to that client.
     """
     items = [*desired, *live]
     if not desired or not all(isinstance(item, Mapping) for item in items):
@@ -155,9 +155,9 @@ def merge_key(desired: list[Any], live: list[Any]) -> str | None:
 
 
 def with_canonical_amounts(value: Any, name: str = "") -> Any:
-    """Return a pod template with its quantities in the API server's stored notation.
+    """Return a pod template with its quantities in the canonical form that the API server stores.
 
-    Text that is not a quantity stays unchanged, because the API server rejects it.
+    Text that is not a quantity stays unchanged, so that the API server rejects it.
     """
     if isinstance(value, Mapping):
         return {key: with_canonical_amounts(item, key) for key, item in value.items()} | {

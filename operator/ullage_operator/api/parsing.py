@@ -21,7 +21,7 @@ from ullage_operator.api.spec import Service, Spec, claim_of
 _read_spec = section_reader(Spec)
 _API_NAMES = {name: camel(name) for name in field_names(Spec)}
 _NAMES = re.compile(r"args\.\S+|(?<!\w)'[^']*'|\w+")
-"""Matches a word of a message. Quoted text or a vLLM argument counts as one word."""
+"""Matches one word of a message. Quoted text and vLLM arguments each count as one word."""
 _OF_A_POOL = re.compile(r"spec\.pools\.(\w+)\.memory\.(\w+)")
 
 
@@ -31,7 +31,7 @@ def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_B
     Args:
         manifest: the manifest of an LLMService.
         default_namespace: the namespace of a manifest without one.
-        bases: the bases that the manifest may name.
+        bases: the bases that the manifest may reference.
 
     Raises:
         InvalidManifest: the API server would reject the manifest, a field is unknown, or a base is
@@ -51,7 +51,7 @@ def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_B
 def _over_bases(
     definition: schema.Schema, manifest: Mapping[str, Any], spec: Any, bases: Bases
 ) -> Any:
-    """Return a spec merged over its bases, or the unchanged spec if it names no bases."""
+    """Return a spec merged over its bases, or the unchanged spec if it references no bases."""
     if not base_names(spec):
         return spec
     return with_bases(definition, manifest["metadata"]["name"], spec, bases)
@@ -96,7 +96,7 @@ def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[
 
 
 def to_spec(stored: Mapping[str, Any]) -> Spec:
-    """Convert a stored spec with its defaults filled in to an immutable `Spec`.
+    """Convert a stored spec, whose defaults are already filled in, to an immutable `Spec`.
 
     Raises:
         InvalidManifest: a value is missing or cannot be read.
@@ -111,10 +111,10 @@ def to_spec(stored: Mapping[str, Any]) -> Spec:
 
 
 def _with_time_to_start(spec: Spec) -> Spec:
-    """Return a spec whose rollout deadline covers the start time that its pools declare.
+    """Return a spec whose rollout deadline is at least as long as its pools' startup timeouts.
 
-    Only a start time above the default extends the deadline. With the default start time, the
-    rollout may give up earlier.
+    The deadline is extended only if a pool sets a startup timeout above the default. Otherwise the
+    rollout may give up before the startup timeout is over.
     """
     pools = schema.load_schema()["properties"]["spec"]["properties"]["pools"]
     usual = pools["additionalProperties"]["properties"]["startTimeout"]["default"]
@@ -126,7 +126,7 @@ def _with_time_to_start(spec: Spec) -> Spec:
 
 
 def _with_room_for_adapters(spec: Spec) -> Spec:
-    """Return a spec with enough adapter slots and mounted claims for its adapters.
+    """Return a spec with enough LoRA slots and mounted claims to serve all of its adapters.
 
     Slots and claims that the spec sets stay unchanged. Editing the adapters triggers a rollout of
     engines only if the adapters need more slots or other claims.

@@ -1,8 +1,8 @@
 """Checks the pod templates of services against an allow-list of pod fields. Pure.
 
-A field that Kubernetes adds later is rejected until it is listed here. Pods must comply with the
-restricted profile of the Pod Security Standards and get no ServiceAccount token. Users may set the
-fields that the profile does not restrict, for example images, nodes, Secrets and claims.
+Fields that future Kubernetes versions add are rejected until they are listed here. Pods must comply
+with the restricted profile of the Pod Security Standards and get no ServiceAccount token. Users may
+set the fields that the profile does not restrict, for example images, nodes, Secrets and claims.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -194,7 +194,7 @@ _LISTS = {
     "imagePullSecrets": "name",
     "sources": "",
 }
-"""Checked lists of objects, each with the field that is unique among the list's items."""
+"""Lists of objects to check, each with the field whose value must be unique within the list."""
 
 
 def template_problems(template: Mapping[str, Any], path: str) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ _ROLES: tuple[PoolRole, ...] = get_args(PoolRole)
 def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return the spec with the replicas, memory and GPUs of every pool filled in.
 
-    The pools are in order of preference.
+    The result lists the pools in order of preference.
     """
     memory = spec.get("memory", {})
     names = ordered_pools(spec)
@@ -43,9 +43,10 @@ def role_of(pool: Mapping[str, Any]) -> PoolRole:
 
 
 def with_pod_template(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pool or router section without the empty parts of its pod template.
+    """Return a pool or router section after removing empty values from its pod template.
 
-    Templates that differ only in empty parts therefore yield the same release.
+    Templates that differ only in empty values therefore yield the same release, and trigger no
+    rollout.
     """
     given = section.get("podTemplate")
     if not given:

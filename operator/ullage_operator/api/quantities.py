@@ -15,7 +15,7 @@ _SECONDS = {
     "us": Decimal("0.000001"),
 }
 _MAX_SECONDS = 100 * 365 * 86400
-"""Longest duration, in seconds. The CRD accepts longer durations, which are cut to this value."""
+"""Longest duration, in seconds. The CRD accepts longer ones, which are capped at this value."""
 _POWERS = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", -3: "m"}
 
 
@@ -23,7 +23,7 @@ def parse_bytes(value: int | str) -> int:
     """Parse a quantity such as `2Gi`, `500M`, `1.5Gi` or 1024, and round it up to whole bytes.
 
     Raises:
-        ValueError: the text is not such a quantity.
+        ValueError: the text is not a valid quantity.
     """
     match = _QUANTITY.fullmatch(str(value))
     if match is None:
@@ -44,7 +44,7 @@ def parse_decimal(value: int | str) -> float:
     """Parse a number that the API writes as an integer or as text, such as 2 or `0.5`.
 
     Raises:
-        ValueError: the text is not such a number.
+        ValueError: the text is not a valid number.
     """
     if not _DECIMAL.fullmatch(str(value)):
         raise ValueError(f'{value!r} is not a number; write 2 or, in quotes, "0.5"')
@@ -55,7 +55,7 @@ def parse_seconds(value: int | str) -> float:
     """Convert a Go duration such as `10s`, `6ms` or `1m30s` to seconds.
 
     Raises:
-        ValueError: the text is not such a duration.
+        ValueError: the text is not a valid duration.
     """
     text = str(value)
     if not text or _DURATION.sub("", text):

@@ -1,7 +1,7 @@
-"""Converts documents of version 0.1.0, whose fields had other names or forms. Pure.
+"""Converts documents of version 0.1.0, whose fields had different names or formats. Pure.
 
-Manifests, the specs that operators keep and the releases that engines run all have the form of a
-spec, so one table converts all of them.
+Manifests, the specs that operators keep and the releases that engines run are all structured like a
+spec, so one table of renames converts all of them.
 """
 
 import copy
@@ -20,7 +20,10 @@ LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def _percent(value: Any) -> Any:
-    """Return 85 for 0.85, and return any other value unchanged, so that the checks reject it."""
+    """Convert a fraction to a percentage, for example 0.85 to 85.
+
+    Any other value stays unchanged, so that validation rejects it.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if not math.isfinite(value):
@@ -30,7 +33,7 @@ def _percent(value: Any) -> Any:
 
 
 def _decimal(value: Any) -> Any:
-    """Return the text "0.5" for the number 0.5, and return whole numbers unchanged."""
+    """Convert a fractional number to text (0.5 to "0.5"). Whole numbers stay unchanged."""
     if isinstance(value, bool) or not isinstance(value, float):
         return value
     return int(value) if value.is_integer() else f"{Decimal(str(value)):f}"
@@ -46,7 +49,7 @@ def _seconds(value: Any) -> Any:
 
 
 def _method(value: Any) -> Any:
-    """Return the summary method that replaces the summary models of 0.1.0."""
+    """Convert a summary model of 0.1.0 to the summary method that replaces it."""
     return "Extractive" if value in ("model", "Model") else value
 
 
@@ -56,7 +59,7 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """A field of version 0.1.0, with its current name and form."""
+    """A field of version 0.1.0, with its current name and format."""
 
     old: str
     """Old path below spec. `*` stands for any key of a map, `[]` for any item of a list."""
@@ -109,10 +112,10 @@ _DURATIONS = {
     "routing.rungs.reject.minRetryAfter": "minRetryDelay",
     "routing.rungs.reject.maxRetryAfter": "maxRetryDelay",
 }
-"""Durations that changed their names.
+"""Renamed duration fields.
 
-If a duration kept its name, stored numbers would be invalid, because the field now requires text.
-The API server would then reject every write to the object, including updates of its status.
+Durations used to be numbers and are now text. Under the old names, stored numbers would be invalid,
+and the API server would reject every write to the object, including status updates.
 """
 _OF_PODS = {
     "podLabels": "podTemplate.metadata.labels",
@@ -147,14 +150,14 @@ RENAMES: tuple[Rename, ...] = (
         reason="a router pod has one process, so raise router.replicas instead",
     ),
 )
-"""Every field of 0.1.0 with another name or form."""
+"""Every field whose name or format in 0.1.0 was different."""
 
 
 _MOVED = frozenset(rename for rename in RENAMES if rename.new.startswith("podTemplate."))
 
 
 def remedy(path: str, value: Any) -> str:
-    """Return the replacement for a field of 0.1.0 (empty for all other fields).
+    """Return a hint on what replaces a field of 0.1.0 (empty for all other fields).
 
     Args:
         path: the path of the field, from `spec` on.
@@ -186,7 +189,7 @@ def _difference(percent: float) -> str:
 def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Round the percentages of a 0.1.0 spec, and return it with the changes that an upgrade makes.
 
-    Each change reports the field's old and new values, or that the field is left out.
+    Each change reports the field's old and new values, or that the field is dropped.
     """
     result = copy.deepcopy(dict(spec))
     changes: list[Problem] = []
@@ -199,7 +202,7 @@ def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _round(section: dict[str, Any], name: str, rename: Rename) -> str:
-    """Round a share to a whole percent, and describe the field's change (empty if unchanged)."""
+    """Round a fraction to a whole percent in place, and describe the change (empty if none)."""
     value = section[name]
     if not rename.new:
         return f"{value!r} is left out; {rename.reason}"
@@ -222,19 +225,19 @@ def _matches(rename: Rename, path: str) -> bool:
 
 
 def _is_kept(rename: Rename) -> bool:
-    """Return whether a field keeps its name and only changes its form."""
+    """Return whether a field keeps its name and only changes its format."""
     return rename.new == rename.old.rpartition(".")[2]
 
 
 def upgraded(
     spec: Mapping[str, Any], definition: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a 0.1.0 spec with the current names and forms. A current spec stays unchanged.
+    """Convert a 0.1.0 spec to the current names and formats. A current spec stays unchanged.
 
     Args:
-        definition: the schema of a spec, to convert words and decimals to those of the API. None
-            leaves them as configuration files spell them, as in the specs and releases that the
-            operator keeps.
+        definition: the schema of a spec, by which enum words and decimals are converted to the
+            API's notation. With None, they keep the notation of configuration files, which the
+            operator also uses in kept specs and releases.
     """
     result = copy.deepcopy(dict(spec))
     for rename in RENAMES:
@@ -250,13 +253,13 @@ def upgraded(
 
 
 class _Items(dict[str, Any]):
-    """Items of a list by index, or by key where the index is unknown."""
+    """Maps the items of a list by index, or by merge key if the index is unknown."""
 
 
 def _sections(
     value: Any, steps: Sequence[str], path: str = "spec"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects at a path of a spec, each with its own path."""
+    """Yield every object in a spec that matches a path with wildcards, and its actual path."""
     if not steps:
         if isinstance(value, dict):
             yield path, value
@@ -295,14 +298,14 @@ def _move(section: dict[str, Any], rename: Rename) -> None:
 
 
 def _is_among(item: Any, items: Sequence[Any]) -> bool:
-    """Return whether a list already has an item with the name or mount path of `item`."""
+    """Return whether a list already contains an item with the same name or mount path as `item`."""
     keys = [key for key in ("name", "mountPath") if isinstance(item, dict) and key in item]
     key = keys[-1] if keys else ""
     return any(isinstance(each, dict) and key and each.get(key) == item[key] for each in items)
 
 
 def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
-    """Return the object one path step below a section. Create the object if it is missing."""
+    """Return the child object of a section by name, and create it if it is missing."""
     containers = section.get("containers") if step == "engine" else None
     if step == "containers":
         section.setdefault("containers", [])
@@ -321,7 +324,7 @@ def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
 
 
 def _give_roles(pools: dict[str, Any]) -> None:
-    """Give pools the roles that 0.1.0 derived from their names, unless any pool has a role."""
+    """Set the pool roles that 0.1.0 derived from pool names, unless any pool has a role already."""
     objects = {name: pool for name, pool in pools.items() if isinstance(pool, dict)}
     if any("role" in pool for pool in objects.values()) or not {"single", "large"} & set(objects):
         return
@@ -352,13 +355,13 @@ def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
 
 
 def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of 0.1.0 that a client declared and the API server dropped.
+    """Return the 0.1.0 fields that a client declared but the API server dropped.
 
     The result maps paths to values. A value is None if only the path is known.
 
-    An API server drops fields that its definition does not have, even when it reads a stored
-    object. The last-applied annotation of `kubectl apply` still contains these fields. For
-    server-side apply, managedFields contains their paths without values.
+    An API server drops fields that its CRD does not define, even when it reads a stored object. The
+    last-applied annotation of `kubectl apply` still contains these fields. For server-side apply,
+    managedFields contains their paths without values.
     """
     metadata = manifest["metadata"]
     text = (metadata.get("annotations") or {}).get(LAST_APPLIED)
@@ -382,11 +385,11 @@ def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tree: Any, live: Any) -> Any:
-    """Return the nested fields of a fieldsV1 tree, without the prefixes of its keys.
+    """Convert a fieldsV1 tree to nested fields, without the prefixes of its keys.
 
     Args:
-        live: the value in the object, which provides the indices of list items. The tree contains
-            only the keys of list items.
+        live: the corresponding value of the live object. The tree identifies list items only by
+            their keys, so their indices are looked up here.
     """
     if not isinstance(tree, Mapping):
         return {}
@@ -405,7 +408,7 @@ def _plain(tree: Any, live: Any) -> Any:
 
 
 def _place(kind: str, name: str, live: Any) -> int | str:
-    """Return the index of an item in a live list, or its key if no live item has it."""
+    """Return the index of the list item with a given key, or the key itself if there is none."""
     items = live if isinstance(live, list) else []
     try:
         key = json.loads(name)

@@ -1,8 +1,8 @@
 """Applies the CRD as an API server would, for `ullage plan` and `ullage up`.
 
-Both commands run without an API server. The CRD is the only source of the API. The steps run in
-this order: reject unknown fields (as `kubectl apply` does), drop nulls, fill in defaults, check the
-structural schema, and then check the CEL rules.
+Both commands run without an API server. The CRD is the single source of truth for the API. The
+steps run in this order: reject unknown fields (as `kubectl apply` does), drop nulls, fill in
+defaults, check the structural schema, and then check the CEL rules.
 """
 
 import copy
@@ -40,17 +40,17 @@ _DECIMALS = {
     r"^([1-9][0-9]{0,8}(\.[0-9]{1,6})?|0\.[1-9][0-9]{0,5})$": "a number of at least 0.1",
     r"^([0-9]{1,5}(\.[0-9]{1,6})?|100000(\.0{1,6})?)$": "a number of at most 100000",
 }
-"""Descriptions of the decimals that a pattern accepts, by pattern.
+"""Descriptions of the decimal numbers that a pattern accepts, for error messages, by pattern.
 
-Where 0.1.0 stored a fraction under the same name, the pattern itself checks the bounds. A CEL rule
-cannot be evaluated on a stored fraction, and the API server would then reject every write to the
-object.
+If 0.1.0 stored a number under the same field name, the pattern checks the bounds instead of a CEL
+rule. A CEL rule would fail on the stored number, and the API server would then reject every write
+to the object.
 """
 _OPEN = "x-kubernetes-preserve-unknown-fields"
 
 
 def crd_path() -> Path:
-    """Return the path of the CRD: in the installed package, or in the source tree."""
+    """Return the path of the CRD, either in the installed package or in the source tree."""
     package = Path(ullage_operator.__file__).parent
     installed = package / "crds" / CRD_FILE
     return installed if installed.exists() else package.parents[1] / "crds" / CRD_FILE
@@ -97,7 +97,7 @@ def identity(manifest: Any, kind: str = KIND) -> Iterator[Problem]:
 
 
 def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
-    """Yield a problem for each field that the schema lacks, with the nearest known name."""
+    """Yield a problem for each unknown field, and suggest the most similar known name."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from unknown_fields(schema.get("items", {}), item, f"{path}[{index}]")
@@ -116,7 +116,7 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
 
 
 def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:
-    """Return the schema of every field of an object, or of every key of a map."""
+    """Return the schema of each field of an object, or of each value of a map."""
     if isinstance(schema.get("additionalProperties"), dict) and isinstance(value, dict):
         every: Schema = schema["additionalProperties"]
         return dict.fromkeys(map(str, value), every)
@@ -125,7 +125,7 @@ def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:
 
 
 def suggestion(word: str, allowed: Mapping[str, Any]) -> str:
-    """Return a suggestion for an unknown name: the nearest known name, or all known names."""
+    """Return a suggestion for an unknown name: the most similar known name, or all known names."""
     lower = {name.lower(): name for name in allowed}
     near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
     if near:
@@ -171,8 +171,9 @@ _TYPES: Mapping[str, type] = {
 def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     """Yield a problem for each value that has a wrong type or exceeds the schema's bounds.
 
-    An API server checks this and more. An older CRD may have accepted other values, which must not
-    stop the operator from carrying out the rest of the spec.
+    An API server makes these and further checks. The operator checks less, because an older CRD may
+    have accepted values that are now invalid, and they must not prevent it from applying the rest
+    of the spec.
     """
     kind = schema.get("type", "")
     is_amount = bool(schema.get("x-kubernetes-int-or-string"))
@@ -212,7 +213,7 @@ def _out_of_bounds(schema: Schema, value: float, path: str) -> Iterator[Problem]
 
 
 _SHOWN = 80
-"""Maximum number of characters of a value in a message."""
+"""Maximum number of characters of a value that a message shows."""
 
 
 def _short(value: Any) -> str:
@@ -221,7 +222,7 @@ def _short(value: Any) -> str:
 
 
 def structure(schema: Schema, value: Any) -> Iterator[Problem]:
-    """Yield the violations of the structural schema."""
+    """Yield a problem for each violation of the structural schema."""
     import jsonschema  # only for the command line: an API server checks the operator's objects
 
     validator = jsonschema.Draft4Validator(standard(schema))
@@ -233,7 +234,7 @@ def structure(schema: Schema, value: Any) -> Iterator[Problem]:
 
 
 def standard(schema: Schema) -> dict[str, Any]:
-    """Return the schema as standard JSON Schema, which has no int-or-string type."""
+    """Convert the schema to standard JSON Schema, which lacks Kubernetes' int-or-string type."""
     result = dict(schema)
     if schema.get("x-kubernetes-int-or-string"):
         result["type"] = ["integer", "string"]
@@ -303,7 +304,7 @@ def is_positive(schema: Schema) -> bool:
 
 
 def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
-    """Yield the violations of CEL rules."""
+    """Yield a problem for each violated CEL rule."""
     # Only an API server can check a rule about changes.
     checked = [r for r in schema.get("x-kubernetes-validations", ()) if "oldSelf" not in r["rule"]]
     text = json.dumps(value) if checked else ""
@@ -327,16 +328,16 @@ def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
 
 @functools.lru_cache(maxsize=2048)
 def holds(rule: str, text: str) -> bool:
-    """Return whether a CEL rule holds for a value in JSON.
+    """Return whether a JSON value satisfies a CEL rule.
 
-    Results are cached, because most sections of most services are equal.
+    Results are cached, because most services have many identical sections.
     """
     return bool(compiled(rule).evaluate({"self": cel_value(text)}))
 
 
 @functools.lru_cache(maxsize=1)
 def cel_value(text: str) -> Any:
-    """Convert a JSON value to a CEL value, which all rules of one section share."""
+    """Convert a JSON value to a CEL value once, so that all rules of one section can share it."""
     from celpy.adapter import json_to_cel
 
     return json_to_cel(json.loads(text))
@@ -344,7 +345,7 @@ def cel_value(text: str) -> Any:
 
 @functools.cache
 def compiled(rule: str) -> "celpy.Runner":
-    """Return the compiled program of a rule. Programs are cached, because they have no state."""
+    """Return the compiled program of a CEL rule. Programs are stateless and therefore cached."""
     import celpy
 
     environment = celpy.Environment()

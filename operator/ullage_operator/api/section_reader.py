@@ -14,7 +14,7 @@ from ullage_operator.api.quantities import parse_bytes, parse_decimal, parse_sec
 
 _WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL", "cpu": "CPU"}
 _COMPLETED = {MemoryLimits.__module__, TenantRules.__module__}
-"""Modules whose section classes get their defaults from the CRD."""
+"""Modules whose section classes define no defaults themselves and get them from the CRD."""
 _UNITS: Mapping[str, Callable[[Any], Any]] = {"bytes": parse_bytes, "seconds": parse_seconds}
 _API_WORDS = {
     "bfloat16": "BFloat16",
@@ -29,7 +29,7 @@ _API_WORDS = {
     "w8a8": "W8A8",
 }
 Reader = Callable[[Any, str], Any]
-"""A function that prepares an API value, given with its path, for conversion by msgspec."""
+"""A function that takes an API value and its path, and returns the value to give to msgspec."""
 
 
 def camel(name: str) -> str:
@@ -44,7 +44,7 @@ def api_word(word: str) -> str:
 
 
 def section_reader(section: type[Strict]) -> Reader:
-    """Return a reader of a section of the API.
+    """Return a function that reads a section of the API into a section class.
 
     The reader renames fields to snake case, and converts quantities to bytes and seconds. It raises
     msgspec.ValidationError for a quantity that cannot be read, and for a missing field that has a
@@ -56,7 +56,7 @@ def section_reader(section: type[Strict]) -> Reader:
 
 
 def _reader(kind: inspect.Type) -> Reader | None:
-    """Return the converter of API values to `kind`, or None if they need no conversion."""
+    """Return the function that prepares API values for `kind`, or None if none is needed."""
     match kind:
         case inspect.Metadata(extra={"unit": unit}):
             return partial(_read_quantity, _UNITS[unit])
@@ -86,10 +86,10 @@ def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
 
 
 def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
-    """Return the configuration files' spelling of an enum word in the API.
+    """Convert an enum word of the API to the spelling that configuration files use.
 
-    A word that already has this spelling is returned unchanged, because releases and kept specs use
-    this spelling.
+    A word that is already spelled this way is returned unchanged, because releases and kept specs
+    use this spelling.
     """
     return words.get(value, value) if isinstance(value, str) else value
 
@@ -158,7 +158,7 @@ def _is_complete(kind: type) -> bool:
 
 
 def to_api(value: Any) -> Any:
-    """Return a section as JSON with the API's field names, with bytes and seconds as numbers."""
+    """Convert a section to JSON with the API's field names, and bytes and seconds as numbers."""
     match value:
         case msgspec.Struct():
             return {camel(n): to_api(getattr(value, n)) for n in value.__struct_fields__}

@@ -75,7 +75,7 @@ class ModelCache(Strict, frozen=True, kw_only=True):
     size_limit: int | str | None = None
     claim_template: ClaimTemplate | None = None
     warm: bool = False
-    """Whether a Job fetches the model into the claim before engines need it."""
+    """Whether a Job downloads the model into the claim before engines need it."""
 
 
 class ClaimRetention(Strict, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
-    """The remote KV tier: the pool's other engines, found through the pool's Service."""
+    """The remote KV tier: KV on the pool's other engines, found through the pool's Service."""
 
     deadline: Seconds
     copy: bool
@@ -121,13 +121,13 @@ class TiersSpec(HostedTiers, frozen=True, kw_only=True):
 
 
 class MemorySpec(MemoryLimits, frozen=True, kw_only=True):
-    """The section `memory` of the engines' configuration, with the KV tiers of the spec."""
+    """The `memory` section of the engines' configuration, extended by the KV tiers of the spec."""
 
     tiers: TiersSpec
 
 
 class PodSection(Strict, frozen=True, kw_only=True):
-    """Pod fields that have the same names as in Kubernetes."""
+    """Base of sections whose pod fields have the same names as in Kubernetes."""
 
     resources: dict[str, dict[str, int | str]] = field(default_factory=dict)
     pod_template: dict[str, Any] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Targets(Strict, frozen=True, kw_only=True):
 
 
 class ScalingPace(Strict, frozen=True, kw_only=True):
-    """Bounds on how fast the number of pods changes in one direction."""
+    """Limits on how fast the number of pods may change in one direction, up or down."""
 
     window: Seconds
     pods: int
@@ -206,7 +206,7 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     standby_worker: bool = False
     nccl: dict[str, str] = field(default_factory=dict)
     memory: MemorySpec
-    """The service's memory, with the pool's own fields merged over it."""
+    """The service's memory section, with the pool's own fields merged over it."""
     shm_size: int | str | None = None
     start_timeout: Seconds
     model_cache: ModelCache = ModelCache()

@@ -12,13 +12,13 @@ from ullage_common.process.tracing import TracingSection
 VERSION = version()
 MAX_ROLLOUTS = 3
 DNS_LAG_S = 30.0
-"""Seconds for which CoreDNS caches answers in a default cluster."""
+"""Seconds for which CoreDNS caches responses with its default configuration."""
 METRICS_NAMESPACE = "monitoring"
 IMAGES = "localhost/ullage"
 """Repository of the images that `make images` builds.
 
 No registry serves this repository. A node without the images therefore fails to pull them, instead
-of pulling somebody else's image.
+of pulling an unrelated image.
 """
 ENGINE_IMAGE = f"{IMAGES}/engine:{VERSION}"
 """Default engine image for CPUs, without vLLM."""
@@ -31,7 +31,7 @@ class Settings:
     """Settings of the operator's own Deployment, which apply to every service."""
 
     engine_image: str = ENGINE_IMAGE
-    """ULLAGE_ENGINE_IMAGE: image of engine pods if their service names no image."""
+    """ULLAGE_ENGINE_IMAGE: image of engine pods whose service does not set an image."""
     cuda_engine_image: str = CUDA_ENGINE_IMAGE
     """ULLAGE_CUDA_ENGINE_IMAGE: image of engine pods with GPUs (by default `engine_image`)."""
     vllm_engine_image: str = ""
@@ -43,14 +43,14 @@ class Settings:
     image_pull_secrets: tuple[str, ...] = ()
     """ULLAGE_IMAGE_PULL_SECRETS: comma-separated names of pull secrets.
 
-    Each service's namespace must contain these Secrets. Pods get them in addition to the pull
-    secrets that a service names.
+    Each service's namespace must contain these Secrets. Pods use them in addition to the service's
+    own pull secrets.
     """
     dns_lag_s: float = DNS_LAG_S
-    """ULLAGE_DNS_LAG: seconds for which the cluster's DNS may return an outdated answer.
+    """ULLAGE_DNS_LAG: seconds for which the cluster's DNS may return outdated addresses.
 
-    Routers find engines by DNS. A terminating engine therefore continues to serve for this time. A
-    canary stays for twice this time after the stable engines are ready.
+    Routers discover engines through DNS. A terminating engine therefore keeps serving for this
+    time. A canary is kept for twice this time after the stable engines are ready.
     """
     max_rollouts: int = MAX_ROLLOUTS
     """ULLAGE_MAX_ROLLOUTS: maximum number of services that may be in a rollout at once.
@@ -78,14 +78,14 @@ class Settings:
     mesh: Literal["", "istio", "linkerd"] = ""
     """ULLAGE_MESH: the cluster's service mesh, istio or linkerd (empty without one).
 
-    The operator excludes the ports at which it reads headroom and load reports from the mesh's
-    sidecars.
+    The operator configures the mesh's sidecars to bypass the ports from which it reads headroom and
+    load reports.
     """
     runbooks: str = "docs/runbooks"
     """ULLAGE_RUNBOOKS: URL of docs/runbooks for the alerts of services, or its path in the sources.
     """
     on_kubernetes: bool = True
-    """Whether pods get the devices that they request, instead of all devices of the machine."""
+    """Whether pods get only the devices that they request. Otherwise they get all devices."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":

@@ -47,7 +47,7 @@ from ullage_operator.api.sections import (
 
 
 class S3Spec(Strict, frozen=True, kw_only=True):
-    """The object store of `s3://` sources: by default AWS S3 with the identity of the pod."""
+    """The object store of `s3://` sources. The default is AWS S3 with the identity of the pod."""
 
     endpoint: str | None = None
     region: str | None = None
@@ -87,7 +87,7 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
         return self.address or ""
 
     def server_name(self, namespace: str) -> str:
-        """Return the name in the certificate of the step's router."""
+        """Return the server name to expect in the certificate of the step's router."""
         if self.tls and self.tls.server_name:
             return self.tls.server_name
         if self.service:
@@ -104,7 +104,10 @@ class CascadeSpec(Strict, frozen=True, kw_only=True):
 
     @property
     def complete_steps(self) -> tuple[CascadeStep, ...]:
-        """Return all steps. If no step names the service's own engines, they are the last step."""
+        """Return all steps of the cascade.
+
+        The service's own engines are appended as the last step unless the spec already lists them.
+        """
         if any(step.own for step in self.steps):
             return self.steps
         return (*self.steps, CascadeStep(own=True))
@@ -201,7 +204,7 @@ class BaseRef(Strict, frozen=True, kw_only=True):
 class Spec(Strict, frozen=True, kw_only=True):
     model: ModelSection
     base_refs: tuple[BaseRef, ...] = ()
-    """Bases over which the other fields were merged. The last base has precedence."""
+    """Bases over which the other fields were merged. The last base takes precedence."""
     device: Device
     engine: EngineKind
     vllm: VllmSection
@@ -210,7 +213,7 @@ class Spec(Strict, frozen=True, kw_only=True):
     """Claims that engines mount for adapters (never None in a parsed spec)."""
     image: str | None = None
     stop: bool
-    """Whether the service is stopped, so that no pool has an engine."""
+    """Whether the service is stopped, which scales all of its pools to zero engines."""
     allow_fault_injection: bool
     service_account: ServiceAccount
     security_context: SecurityContext
@@ -222,7 +225,7 @@ class Spec(Strict, frozen=True, kw_only=True):
     replicas: int
     """Number of engines of the first pool, unless the pool sets its own number."""
     pools: dict[str, PoolSpec]
-    """Pools in order of preference: by their roles, then by name."""
+    """Pools in order of preference: ordered by role, then by name."""
     memory: MemorySpec
     routing: RoutingSection
     cascade: CascadeSpec | None = None
@@ -241,7 +244,7 @@ class Spec(Strict, frozen=True, kw_only=True):
 
     @property
     def serves_adapters(self) -> bool:
-        """Return whether engines have slots for LoRA adapters, even if the spec has no adapter."""
+        """Return whether engines reserve slots for LoRA adapters, even if the spec lists none."""
         return any(pool.memory.max_loras for pool in self.pools.values())
 
 

@@ -1,4 +1,4 @@
 """The conditions of a service's status, and the diagnosis of its pods.
 
-This package only reads the objects that it gets. It changes nothing.
+This package only reads the objects that it is given, and changes nothing.
 """

@@ -1,7 +1,7 @@
 """The condition AdaptersReady and status.adapters: the LoRA adapters that engines serve. Pure.
 
-An adapter that fails to load leaves the service ready, because engines still serve the model and
-all other adapters.
+If an adapter fails to load, the service stays ready, because engines still serve the model and all
+other adapters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ Reports = Mapping[str, Sequence[headroom_pb2.AdapterState]]
 """Adapter states of ready engines, by pod name."""
 
 _LONGEST = 512
-"""Maximum number of characters of an engine's message about an adapter."""
+"""Maximum number of characters shown of an engine's error message about an adapter."""
 
 
 def adapters_status(names: Iterable[str], reports: Reports) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def _is_served(state: headroom_pb2.AdapterState) -> bool:
 
 
 def _message(states: Mapping[str, headroom_pb2.AdapterState]) -> str:
-    """Return an error that keeps engines from loading an adapter, with the names of their pods."""
+    """Return an error message about loading an adapter, with the names of the affected pods."""
     errors = {pod: state.error[:_LONGEST] for pod, state in sorted(states.items()) if state.error}
     if not errors:
         return ""

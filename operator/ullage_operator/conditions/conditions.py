@@ -5,22 +5,22 @@ Every valid service has four conditions:
 Ready        every pool serves through a router, and no pod except a canary's crash-loops
 Available    at least one router and one engine serve
 Progressing  a change is being rolled out, or pods start that have not been ready yet
-Degraded     something is wrong that waiting alone may not fix
+Degraded     something is wrong that may not resolve by itself
 
 A service that serves stays Ready while it rolls out, scales or lacks one of several replicas. The
 conditions Progressing and Degraded report these states.
 
 Three conditions exist only for some services:
 
-EnginesConsistent    all engines have the same fingerprint, and so give the same answers
+EnginesConsistent    all engines have the same fingerprint, and so generate the same text
 AdaptersReady        every LoRA adapter is on every engine that is ready
-ModelCacheWarm       Jobs have filled every shared cache that the spec asks to warm
+ModelCacheWarm       Jobs have filled every shared model cache that the spec asks to pre-fill
 
 Four conditions report the cluster's kinds, permissions and CRD. The first three exist only while
 they are true:
 
 DefinitionOutdated   the cluster's CRD of LLMService is older than the operator
-MissingPermission    the operator lacks a permission, which the message names
+MissingPermission    the operator lacks the permission that the message states
 KindsUnlisted        the API server serves a kind but cannot list its objects
 MonitoringAvailable  whether the cluster has the kinds by which a Prometheus operator finds pods
 """
@@ -45,9 +45,9 @@ MISSING_PERMISSION = "MissingPermission"
 KINDS_UNLISTED = "KindsUnlisted"
 MONITORING_AVAILABLE = "MonitoringAvailable"
 MONITORING = tuple(kind.name for kind in OWNED if kind.api_version == MONITORING_API)
-"""Kinds of the Prometheus operator that the operator creates."""
+"""Kinds defined by the Prometheus operator of which this operator creates objects."""
 _MAX_FIELDS = 3
-"""Maximum number of fields that a condition names."""
+"""Maximum number of fields that a condition lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Workload:
     exist: int = 0
     ready: int = 0
     settled: bool = False
-    """Whether the controller has observed the newest spec, and every pod was created from it."""
+    """Whether the controller has observed the latest spec and created every pod from it."""
     sleeps: bool = False
-    """Whether the workload may run without pods until a request wakes it."""
+    """Whether the workload may have no pods until a request wakes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ STOPPED = Condition(
 
 
 def workload_of(name: str, desired: int, live: Mapping[str, Any] | None) -> Workload:
-    """Return the state of a live workload, which has no pods if the object does not exist."""
+    """Return the state of a live workload. A missing workload counts as having no pods."""
     if live is None:
         return Workload(name, desired)
 
@@ -141,7 +141,8 @@ def progressing_condition(
 ) -> Condition:
     """Return the condition Progressing from the state of a service's workloads.
 
-    A change ends when its pods have been ready once. A later failure of a pod is not a change.
+    A change is complete once its pods have been ready. A later pod failure does not count as
+    progress.
     """
     rolling = [workload.name for workload in workloads if not workload.settled]
     if change and (change.holds or not rolling):
@@ -155,7 +156,7 @@ def progressing_condition(
 
 
 def degraded_condition(troubles: Sequence[PodProblem]) -> Condition:
-    """Return the condition Degraded, with the first problem and the number of others."""
+    """Return the condition Degraded, which quotes the first problem and counts the others."""
     if not troubles:
         return Condition(DEGRADED, False, "AsExpected", "no pod is stuck")
     return Condition(DEGRADED, True, troubles[0].reason, summary(troubles))
@@ -172,7 +173,7 @@ def ready_condition(
     available: Condition,
     troubles: Sequence[PodProblem],
 ) -> Condition:
-    """Return the condition Ready, with the most helpful reason if it is false."""
+    """Return the condition Ready. If it is false, choose the most helpful reason."""
     if available is STOPPED:
         return Condition(READY, False, available.reason, available.message)
 
@@ -204,7 +205,7 @@ def render(
     generation: int,
     now: datetime,
 ) -> list[dict[str, Any]]:
-    """Return conditions in the form that a Kubernetes status has.
+    """Return conditions in the format of a Kubernetes status.
 
     A transition time changes only when the status of its condition changes.
     """
@@ -231,7 +232,7 @@ def _as_manifest(
 
 
 def timestamp(now: datetime) -> str:
-    """Format a time in UTC like Kubernetes: RFC 3339, in whole seconds."""
+    """Format a UTC time as Kubernetes does: RFC 3339, in whole seconds."""
     return now.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -272,7 +273,7 @@ def unlisted_kinds(unlisted: Sequence[str]) -> list[Condition]:
 
 
 def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
-    """Return the condition that names fields whose defaults the operator had to fill in."""
+    """Return the condition that lists fields whose defaults the operator had to fill in."""
     if not undefined:
         return []
     others = len(undefined) - _MAX_FIELDS
@@ -285,7 +286,7 @@ def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
 
 
 def contested(challenger: str) -> list[Condition]:
-    """Return the condition that names a second operator watching the service."""
+    """Return the condition that reports a second operator watching the same service."""
     if not challenger:
         return []
     message = (

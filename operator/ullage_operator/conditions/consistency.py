@@ -1,7 +1,8 @@
-"""The condition EnginesConsistent: whether all engines of a service give the same answers. Pure.
+"""The condition EnginesConsistent: whether all engines generate the same text. Pure.
 
-Engines with different fingerprints still serve, but do not share KV. A request that moves between
-two such engines may continue with different text than on a single engine.
+Engines with different fingerprints still serve, but do not share KV. If a request moves from one
+such engine to another, its remaining text may differ from what the first engine would have
+generated.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,5 +56,5 @@ def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Conditi
 
 
 def _differing(groups: Iterable[Mapping[str, Fingerprint]]) -> str:
-    """Describe how the engines of each group differ (empty if all engines of a group agree)."""
+    """Describe how engines within the same group differ (empty if every group agrees)."""
     return "; ".join(filter(None, (describe(differences(group)) for group in groups)))

@@ -1,7 +1,7 @@
-"""Diagnoses pods that do not serve, and names the remedies. Pure.
+"""Diagnoses why pods are not serving, and suggests remedies. Pure.
 
-A message states what the pod requested, how Kubernetes responded, and the remedy. Users need not
-look up the pod, its Events and its log separately.
+A message states what the pod requested, how Kubernetes responded, and how to fix the problem, so
+that users need not look up the pod, its Events and its log.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,19 +35,19 @@ from ullage_operator.conditions.pods import (
 Pod = Mapping[str, Any]
 
 MISUSE = 2
-"""Exit status of an engine or router that a restart cannot fix, such as a broken model file."""
+"""Exit status for errors that a restart cannot fix, such as a broken model file."""
 LOOPING_RESTARTS = 2
-"""Number of restarts after which a container that does not stay up counts as crash-looping."""
+"""Number of restarts after which a container that keeps exiting counts as crash-looping."""
 RECENT_S = 600.0
 """Seconds after which an old container exit no longer indicates a problem."""
 STABLE_S = 60.0
 """Seconds of readiness after which a pod no longer counts as crash-looping."""
 CREATING_S = 600.0
-"""Seconds of an image pull after which the status reports a delay."""
+"""Seconds after which the status reports a slow image pull."""
 MOUNTING_S = 20.0
-"""Seconds after which Events are read if a pod still lacks its volumes or its network."""
+"""Seconds after which Events are read if a pod is still waiting for its volumes or network."""
 EVENTS_S = 30.0
-"""Seconds between two reads of the Events of a pod that does not start."""
+"""Seconds between two reads of the Events of a pod that fails to start."""
 _CACHE = "cache"
 
 
@@ -62,7 +62,7 @@ def diagnose(
     Args:
         pods: the pods of a service.
         now: the current time, in UTC.
-        lost_nodes: names of nodes that do not answer.
+        lost_nodes: names of nodes that do not respond.
         warnings: Events about pods that do not start.
     """
     ordered = sorted(filter(is_counted, pods), key=lambda pod: str(pod["metadata"]["name"]))
@@ -85,7 +85,10 @@ def _on_lost_node(pod: Pod, lost_nodes: frozenset[str]) -> PodProblem | None:
 
 
 def diagnose_pod(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return a pod's most helpful problem, or None if the pod serves, starts or terminates."""
+    """Return the problem that best explains a pod's state, or None for a healthy or changing pod.
+
+    A pod that serves, starts or terminates has no problem.
+    """
     if "deletionTimestamp" in pod["metadata"]:
         return None
     checks = (unscheduled, _refused, _container_stuck, _looping, _failed, _creating)
@@ -122,7 +125,7 @@ def _image_message(container: Mapping[str, Any], reason: str, message: str) -> s
 def _looping(pod: Pod, now: datetime) -> PodProblem | None:
     """Return the problem of a container that crash-loops, or None.
 
-    Between two crashes, such a container runs and may even be ready.
+    Such a container may briefly be running, or even ready, between two crashes.
     """
     since = ready_since(pod)
     is_stable = is_ready(pod) and since and (now - since).total_seconds() >= STABLE_S
@@ -134,7 +137,7 @@ def _looping(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def _refused(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the error that made an engine or router exit, if no restart can fix the error."""
+    """Return the error with which an engine or router exited, if no restart can fix it, or None."""
     if is_ready(pod):
         return None
     for container in container_statuses(pod):
@@ -163,7 +166,7 @@ def _crashed_lately(container: Mapping[str, Any], now: datetime) -> bool:
 
 
 def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the last terminated state of a container (empty without one)."""
+    """Return the most recent terminated state of a container (empty if it never exited)."""
     for state in (container.get("state", {}), container.get("lastState", {})):
         if ended := state.get("terminated"):
             return dict(ended)
@@ -187,14 +190,14 @@ def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
 
 
 def _last_words(ended: Mapping[str, Any]) -> str:
-    """Return the last error line of a termination message, or the end of the message."""
+    """Return the last error line of a container's termination message, or the message's end."""
     message = (ended.get("message") or "").strip()
     errors = [line for line in message.splitlines() if line.startswith("error: ")]
     return str(errors[-1] if errors else message)[-1024:]
 
 
 def _failed(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the failure of a pod that was evicted or that the kubelet refused.
+    """Return the failure of a pod that was evicted or rejected by the kubelet, or None.
 
     The StatefulSet creates a replacement for such a pod.
     """
@@ -227,7 +230,7 @@ def _creating(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def is_unmounted(pod: Pod, now: datetime) -> bool:
-    """Return whether a pod has lacked its volumes or network for so long that Events may help."""
+    """Return whether a pod has waited so long for volumes or network that Events may tell why."""
     return _is_mounting(pod) and age_s(pod, now) >= MOUNTING_S
 
 
@@ -242,7 +245,7 @@ def unmounted_recheck_s(pod: Pod, now: datetime) -> float | None:
 
 
 def _is_mounting(pod: Pod) -> bool:
-    """Return whether a scheduled pod still waits for its volumes and network.
+    """Return whether a scheduled pod is still waiting for its volumes or network.
 
     Kubernetes pulls images only after the volumes and the network are ready.
     """

@@ -1,7 +1,7 @@
 """Kubernetes Events for changes of a service's conditions. Pure.
 
-An Event reports a transition, and never a lasting state, so that `kubectl describe` lists changes
-and not reconciliations.
+An Event reports a transition and never an ongoing state, so that `kubectl describe` lists changes
+instead of reconciliations.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ MAX_NOTE_BYTES = 1024
 
 
 _FAULTS = ("Degraded", "MissingPermission", "KindsUnlisted", DEFINITION_OUTDATED, CONTESTED)
-"""Types of conditions that hold while something is wrong."""
+"""Types of conditions that are True while something is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ def transitions(
 ) -> list[EventNote]:
     """Return the Events for changes of a service's conditions.
 
-    A condition gets an Event when its status or reason changes. A new service gets Events only for
-    unusual conditions. It is not unusual that a new service serves nothing yet.
+    An Event is emitted when the status or reason of a condition changes. A new service gets Events
+    only for unusual conditions. For example, it is normal that a new service is not serving yet.
     """
     previous = {condition["type"]: condition for condition in before}
     notes = [
@@ -68,7 +68,7 @@ def _is_bad(condition: Mapping[str, Any]) -> bool:
 
 
 def _title(condition: Mapping[str, Any]) -> str:
-    """Return the reason of a condition's Event, which is usually the reason of the condition."""
+    """Return the reason for a condition's Event, which is usually the condition's own reason."""
     match condition["type"], condition["status"]:
         case "Ready", "True":
             return "Ready"

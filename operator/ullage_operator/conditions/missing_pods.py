@@ -13,7 +13,7 @@ PROGRESSING = "Progressing"
 WAIT_S = 30.0
 """Seconds after which missing pods become a problem.
 
-A webhook that restarts is usually available again within this time.
+A webhook that is restarting is usually available again within this time.
 """
 
 
@@ -22,7 +22,7 @@ class WorkloadPods(NamedTuple):
 
     live: Mapping[str, Any]
     pods: int
-    """Pods that exist, terminating ones included."""
+    """Pods that exist, including terminating pods."""
     reported: int | None
     """Number of pods in the last status of the service, or None before the first report."""
 
@@ -68,9 +68,9 @@ def missing_pods_due_s(
 def _lacks(workload: WorkloadPods) -> bool:
     """Return whether a workload lacks pods now and lacked them in the last status.
 
-    A pod that is being replaced is missing only for a moment. A Deployment lacks pods only if its
-    controller also reports a failure, because the controller may observe a spec before it creates
-    the pods.
+    Checking both times ignores pods that are being replaced, because they are missing only briefly.
+    A Deployment counts only if its controller also reports a failure, because the controller may
+    have observed a spec without having created the pods yet.
     """
     live = workload.live
     desired = _desired(workload.live)
@@ -92,7 +92,7 @@ def _exist(live: Mapping[str, Any]) -> int:
 
 
 def _message(workload: WorkloadPods, warnings: Warnings) -> str:
-    """Return the message about a workload's missing pods, with the API server's explanation.
+    """Return the message about a workload's missing pods, including the API server's explanation.
 
     For a Deployment, the explanation comes from a condition. For a StatefulSet, it comes from an
     Event.
@@ -114,7 +114,7 @@ def _failure(live: Mapping[str, Any]) -> str:
 
 
 def _progressing_s(status: Mapping[str, Any], now: datetime) -> float:
-    """Return the seconds since the service began to progress (0 if it does not)."""
+    """Return how long, in seconds, the service has been progressing (0 if it is not)."""
     progressing = (each for each in status.get("conditions", ()) if each["type"] == PROGRESSING)
     condition = next(progressing, {"status": "False"})
     since = parse_time(condition.get("lastTransitionTime"))

@@ -1,4 +1,4 @@
-"""Diagnoses pods that fit no node. Pure."""
+"""Diagnoses pods for which no node has enough free resources. Pure."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -13,7 +13,7 @@ Pod = Mapping[str, Any]
 
 _TEMPLATE = "resourceClaimTemplateName"
 _UNALLOCATED = "cannot allocate all claims"
-"""Substring of the scheduler's message about a node without the devices that a pod claims."""
+"""Substring of the scheduler's message about a node that lacks the devices claimed by a pod."""
 _DISK = "ephemeral-storage"
 _ORDINARY = ("cpu", "memory", _DISK, "hugepages")
 
@@ -31,7 +31,7 @@ def unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def roomless_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds for which no node has had enough free resources for a pod, or None.
+    """Return how long, in seconds, no node has had enough free resources for a pod, or None.
 
     The result is None once a node has enough resources, or if the pod waits for something else.
     """
@@ -46,10 +46,10 @@ def roomless_s(pod: Pod, now: datetime) -> float | None:
 
 
 def fits_place_of(pod: Pod, other: Pod) -> bool:
-    """Return whether a pod fits the resources that another pod frees when it ends.
+    """Return whether a pod would fit into the resources that another pod would free.
 
-    Ephemeral storage counts only if the scheduler reports it as insufficient, because engines from
-    an earlier operator have no request for ephemeral storage.
+    Ephemeral storage is considered only if the scheduler reports it as insufficient, because
+    engines created by an earlier operator do not request any.
     """
     try:
         asked = _requests(pod)
@@ -82,7 +82,7 @@ def _claim_templates(pod: Pod) -> list[str]:
 
 
 def _asks(pod: Pod) -> str:
-    """Return a pod's extended resources, as `4 nvidia.com/gpu`, or the templates of its claims."""
+    """Describe the devices that a pod requests, such as `4 nvidia.com/gpu` or claim templates."""
     limits = _limits(pod)
     asked = [f"{size} {name}" for name, size in sorted(limits.items())]
     return ", ".join([*asked, *(f"a claim of {each}" for each in _claim_templates(pod))])

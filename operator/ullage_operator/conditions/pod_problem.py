@@ -1,4 +1,4 @@
-"""A problem of a pod, as the status and conditions of its service report it. Pure."""
+"""A problem with a pod, as reported in the status and conditions of its service. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ STUCK_REASONS = IMAGE_REASONS | CONFIG_REASONS | {CRASH_LOOP, CANNOT_START}
 
 @dataclass(frozen=True, slots=True)
 class PodProblem:
-    """A pod's problem, as a service's status reports it."""
+    """A problem with a pod, as reported in the service's status."""
 
     pod: str
     """Name of the pod (empty for a problem without a pod)."""
@@ -27,14 +27,14 @@ class PodProblem:
     message: str
     """The problem and its remedy."""
     blocks: bool
-    """Whether the service is not Ready because of this problem, even if other pods serve.
+    """Whether this problem makes the service not Ready, even if other pods serve.
 
     The value is true for crash loops and for processes that cannot start.
     """
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether only a change to the spec or to a named object can solve the problem."""
+        """Return whether the problem persists until the spec or a referenced object is changed."""
         return self.reason in STUCK_REASONS
 
     def __str__(self) -> str:

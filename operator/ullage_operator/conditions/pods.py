@@ -12,7 +12,7 @@ Pod = Mapping[str, Any]
 def is_counted(pod: Pod) -> bool:
     """Return whether a pod counts towards the pods of its workload.
 
-    All pods count except router pods that have terminated for good. A ReplicaSet replaces such pods
+    All pods count except router pods that have exited permanently. A ReplicaSet replaces such pods
     but keeps their objects.
     """
     has_ended = pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
@@ -39,18 +39,18 @@ def is_ready(pod: Pod) -> bool:
 
 
 def ready_since(pod: Pod) -> datetime | None:
-    """Return when the pod's readiness last changed, in UTC."""
+    """Return the UTC time at which the pod's readiness last changed."""
     return parse_time(pod_condition(pod, "Ready").get("lastTransitionTime"))
 
 
 def has_started(pod: Pod) -> bool:
-    """Return whether all containers of a pod run and have passed their startup probes."""
+    """Return whether all containers of a pod are running and have passed their startup probes."""
     statuses = pod.get("status", {}).get("containerStatuses", ())
     return bool(statuses) and all(each.get("started") for each in statuses)
 
 
 def restart_count(pod: Pod) -> int:
-    """Return how often the pod's containers were restarted."""
+    """Return how many times the pod's containers have been restarted."""
     return sum(each.get("restartCount", 0) for each in container_statuses(pod))
 
 

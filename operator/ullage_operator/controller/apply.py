@@ -29,12 +29,12 @@ from ullage_operator.policy.scaling_status import scaling_notes
 Object = dict[str, Any]
 
 MAX_NAMED = 3
-"""Maximum number of objects that a condition names."""
+"""Maximum number of objects that a condition mentions by name."""
 _logger = logging.getLogger(__name__)
 
 
 class Replaced(Exception):
-    """Raised if the service was deleted or recreated while its objects were written."""
+    """Raised if the service was deleted or recreated while its objects were being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class AppliedChanges:
         Args:
             desired: the manifest, with its applied hash.
             before: the previous live object, or None if it did not exist.
-            after: the live object in the API server's answer.
+            after: the live object that the API server returned.
         """
         if before is None:
             self.created.append(object_name(desired))
@@ -97,11 +97,11 @@ class ApplyResult:
     service: str
     changes: AppliedChanges = field(default_factory=AppliedChanges)
     denied: dict[Denied, None] = field(default_factory=dict)
-    """Permissions that the operator lacked for parts of the plan."""
+    """Missing permissions that prevented some of the plan's writes."""
     refused: list[str] = field(default_factory=list)
-    """Write errors that a retry cannot solve."""
+    """Errors of writes that would fail again if retried."""
     delayed: list[str] = field(default_factory=list)
-    """Write errors that a retry may solve."""
+    """Errors of writes that may succeed if retried."""
     delay_s: float = 0.0
     """Seconds until the next retry."""
     _unwritten_config_maps: set[str] = field(default_factory=set)
@@ -126,8 +126,8 @@ class ApplyResult:
     def must_wait(self, obj: Object, live: Object | None) -> bool:
         """Return whether a workload must wait for a ConfigMap that could not be written.
 
-        Pods that start before their ConfigMap is written would read the older configuration, and
-        nothing would replace them. All workloads also wait for the state of the rollout.
+        Otherwise new pods would start with the outdated configuration and would never be replaced.
+        All workloads also wait for the ConfigMap that stores the state of the rollout.
 
         Args:
             obj: the object to write.
@@ -141,7 +141,7 @@ class ApplyResult:
         return is_other and obj["metadata"]["name"] in self._unwritten_config_maps
 
     def on_unseen(self, obj: Object) -> None:
-        """Record an object that is not written because its kind cannot be watched."""
+        """Record an object that was not written because its kind cannot be watched."""
         if obj["kind"] == "ConfigMap":
             self._unwritten_config_maps.add(obj["metadata"]["name"])
 
@@ -185,7 +185,7 @@ class Applier:
         self._recorder = recorder
 
     async def report(self, key: ServiceKey, manifest: Object, status: Object) -> None:
-        """Write a service's status, and an Event for each change of its conditions and sizes."""
+        """Write a service's status, and emit an Event for each changed condition or pool size."""
         try:
             written = await self._cluster.apply_status(manifest, status)
         except ClusterDenied as error:
@@ -204,10 +204,10 @@ class Applier:
     async def apply(
         self, key: ServiceKey, manifest: Object, plan: ServicePlan, observed: Observed
     ) -> ApplyResult:
-        """Apply and delete as many of the plan's objects as possible.
+        """Apply and delete the plan's objects, continuing after objects that fail.
 
         Raises:
-            Replaced: the service was deleted, or created again, since it was planned.
+            Replaced: the service was deleted or recreated since it was planned.
         """
         result = ApplyResult(key.name)
         desired = [(obj, False) for obj in map(with_applied_hash, plan.apply)]
@@ -262,7 +262,7 @@ class Applier:
         _logger.info("%s: applied %s", key, object_name(desired))
 
     async def _create(self, manifest: Object, desired: Object) -> Object:
-        """Create an object that the cache lacks, or adopt the service's existing object."""
+        """Create an object that is not in the cache, or adopt it if the service has it already."""
         try:
             return await self._cluster.create(desired)
         except ClusterConflict:
@@ -307,7 +307,7 @@ def check_owner(live: Object, manifest: Object) -> None:
 
 
 def _remedy(obj: Object) -> str:
-    """Return a hint at the spec section that configures a workload's pods (empty otherwise)."""
+    """Return a hint about which spec section to correct (empty for objects without pods)."""
     if obj["kind"] not in ("StatefulSet", "Deployment"):
         return ""
     pool = naming.stable_pool(obj["metadata"]["labels"].get(naming.POOL_LABEL, ""))
@@ -315,9 +315,10 @@ def _remedy(obj: Object) -> str:
 
 
 def _is_awaited(config_map: Object, live: Object | None) -> bool:
-    """Return whether pods must wait until a ConfigMap is written.
+    """Return whether pods must wait until a ConfigMap has been written.
 
-    Pods need not wait if only the kept spec changed, because only the operator reads the kept spec.
+    If only the operator's copy of the last valid spec changed, pods need not wait, because they do
+    not read it.
     """
     if live is None:
         return True
@@ -333,5 +334,5 @@ def _config_hash(obj: Object) -> Any:
 
 
 def leaves_replicas(obj: Object) -> bool:
-    """Return whether another controller sets the object's number of replicas."""
+    """Return whether another controller, such as an autoscaler, sets the object's replicas."""
     return obj["kind"] in ("StatefulSet", "Deployment") and "replicas" not in obj["spec"]

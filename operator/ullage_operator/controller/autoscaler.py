@@ -1,8 +1,8 @@
-"""Polls routers for the load of pools, in one task per service, and keeps scaling decisions.
+"""Polls routers for the load of each pool, and stores the scaling decisions.
 
-`ullage_operator.policy.scaling` decides the sizes. Routers are polled every `INTERVAL_S`. While a
-pool sleeps, the operator uses a long poll, which routers answer as soon as a request needs the
-pool. Services that do not scale have no task.
+`ullage_operator.policy.scaling` decides the pool sizes. Routers are polled every `INTERVAL_S`.
+While a pool sleeps, the operator uses long polling: routers respond as soon as a request needs the
+pool. Each service with autoscaling has its own task.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ MIN_INTERVAL_S = 1.0
 """Minimum number of seconds between two polls, even while a pool wakes."""
 TIMEOUT_S = 5.0
 WAIT_TIMEOUT_S = 20.0
-"""Timeout of a long poll in seconds. Routers answer a long poll within 10 s."""
+"""Timeout of a long poll in seconds. Routers respond to a long poll within 10 s."""
 _MAX_BODY_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ScaledService:
     routers: tuple[str, ...]
     """URL `http://host:port` at which each router serves its load reports."""
     leaving: tuple[str, ...] = ()
-    """URLs of terminating routers, which may still have requests but are not required to answer."""
+    """URLs of terminating routers, which may still have requests but need not respond."""
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class _Service:
 
 
 class Autoscaler(Generic[Key]):
-    """Keeps scaling decisions for the pools of all services.
+    """Makes and stores scaling decisions for the pools of all services.
 
     Args:
         on_change: called with a service whose decisions have changed.
@@ -84,8 +84,8 @@ class Autoscaler(Generic[Key]):
         Args:
             key: the service.
             followed: the pools to scale, and the routers to poll.
-            current: the number of engines of each pool, used only for pools that this object does
-                not scale yet.
+            current: the current number of engines of each pool. It is used only for pools that are
+                not being scaled yet.
         """
         if not followed.policies:
             self.forget(key)
@@ -155,7 +155,7 @@ class Autoscaler(Generic[Key]):
     def _take(
         self, key: Key, service: _Service, reports: Mapping[str, list[RouterReport]], problem: str
     ) -> None:
-        """Decide sizes from the routers' reports, and call `on_change` if the decisions changed."""
+        """Decide pool sizes from the routers' reports. Call `on_change` if a decision changed."""
         before = service.decisions
         if not reports:
             service.decisions = ScalingDecisions(before.pools, problem, before.changes)
@@ -185,7 +185,7 @@ class Autoscaler(Generic[Key]):
     async def _asked(
         self, routers: tuple[str, ...], waits: bool
     ) -> tuple[dict[str, list[RouterReport]], str]:
-        """Poll routers for their load reports.
+        """Poll routers for load reports.
 
         Args:
             routers: URLs of the routers.
@@ -193,7 +193,7 @@ class Autoscaler(Generic[Key]):
                 pool.
 
         Returns:
-            The reports by router, and the error of the last router that did not answer.
+            The reports by router, and the error of the last router that did not respond.
         """
         reports = dict[str, list[RouterReport]]()
         problem = ""
@@ -232,6 +232,6 @@ class Autoscaler(Generic[Key]):
 
 
 def _sizes_and_problem(decisions: ScalingDecisions) -> tuple[object, ...]:
-    """Return the parts of scaling decisions that affect a service's objects and conditions."""
+    """Return what a reconciliation needs from scaling decisions: the pool sizes and any problem."""
     sizes = {pool: each.replicas for pool, each in decisions.pools.items()}
     return sizes, decisions.problem

@@ -1,7 +1,7 @@
-"""The operator's informers, which fill the cache, and the queue of services to reconcile.
+"""Connects the informers, which fill the cache, to the queue of services to reconcile.
 
-An event only indicates that a service may have changed, so a service that is already queued is not
-queued twice. If a service changes while it is reconciled, it is reconciled once more afterwards.
+An event only indicates that a service may have changed, so a service is never queued twice. If a
+service changes while it is being reconciled, it is reconciled again afterwards.
 """
 
 import asyncio
@@ -48,13 +48,13 @@ _SUCCESSES = frozenset({"ok", "gone", "yielded"})
 class WorkQueue(Generic[Key]):
     """Runs `work(key)` for every key that was added.
 
-    After an exception, the key runs again with a backoff that doubles from 1 s to 60 s. At most 16
-    keys run at once, in the order of their events. Two runs of a key are at least 0.2 s apart, so
-    that a burst of events causes one run.
+    If `work` raises an exception, the key is retried with a backoff that doubles from 1 s to 60 s.
+    At most 16 keys are processed at once, in the order of their events. Two runs of the same key
+    are at least 0.2 s apart, so that a burst of events triggers only one run.
 
     Args:
-        work: processes a key. It returns the seconds until the key's next run, or None if no run
-            is due.
+        work: processes a key. It returns the seconds until the key's next run, or None if no run is
+            due.
     """
 
     def __init__(self, work: Callable[[Key], Awaitable[float | None]]) -> None:
@@ -74,7 +74,7 @@ class WorkQueue(Generic[Key]):
         return list(self._workers)
 
     async def close(self) -> None:
-        """Cancel all runs, and wait until they have ended."""
+        """Cancel all runs, and wait until they have stopped."""
         await asyncio.gather(*self._cancelled(), return_exceptions=True)
 
     def drop(self) -> None:
@@ -130,11 +130,11 @@ class Options:
     """Command-line options of the operator."""
 
     namespaces: tuple[str, ...] = ()
-    """Namespaces to serve (empty for all)."""
+    """Namespaces to watch (empty for all)."""
     lease: tuple[str, str] | None = None
     """Namespace and name of the Lease for leader election, or None without leader election."""
     name: str = "default/ullage-operator"
-    """Name of the operator, which all replicas of one release share."""
+    """Name of the operator, shared by all replicas of the same Helm release."""
     election_times: Times = field(default_factory=Times)
     reconcile_times: ReconcileTimes = field(default_factory=ReconcileTimes)
     watch_times: WatchTimes = field(default_factory=WatchTimes)
@@ -142,10 +142,10 @@ class Options:
 
 
 class Controller:
-    """Runs the operator's informers, queue and workers.
+    """Runs the operator's informers, work queue and workers.
 
-    An operator that is not the leader watches the cluster without writing, so that it can take over
-    at once.
+    A standby operator also watches the cluster, but does not write, so that it can take over
+    immediately.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Controller:
 
     @property
     def silent_s(self) -> float:
-        """Return the longest time, in seconds, for which any watch has received no data."""
+        """Return how long, in seconds, the most silent watch has received no data."""
         return self._informers.silent_s
 
     async def _reconcile(self, key: ServiceKey) -> float | None:

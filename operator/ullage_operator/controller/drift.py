@@ -13,11 +13,11 @@ Object = dict[str, Any]
 APPLIED_HASH = f"{naming.GROUP}/applied-hash"
 """Annotation with a hash of the manifest that was last applied.
 
-The hash also changes when a field is removed from the manifest. A comparison with the live object
-would miss such a change.
+The hash also changes when a field is removed from the manifest, which a comparison with the live
+object would miss.
 """
 _FLAGS = frozenset({"hostIPC", "hostNetwork", "hostPID", "readOnly", "stdin", "stdinOnce", "tty"})
-"""Boolean pod fields that the API server drops if they are false.
+"""Boolean pod fields that the API server omits if they are false.
 
 Other boolean fields may default to true.
 """
@@ -33,17 +33,17 @@ def with_applied_hash(desired: Mapping[str, Any]) -> Object:
 
 
 def has_drifted(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Return whether a manifest with its applied hash must be applied again.
+    """Return whether a manifest, annotated with its hash, must be reapplied to a live object.
 
     Fields that the manifest does not set belong to other clients. An empty field that the live
-    object lacks is not drift. A quantity that the API server has rewritten looks like drift, but
-    applying the manifest again changes nothing.
+    object omits is not drift. A quantity that the API server has normalised looks like drift, but
+    reapplying the manifest changes nothing.
     """
     return not _is_within(desired, live)
 
 
 def was_edited(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Return whether another client edited an object after this same manifest was applied to it."""
+    """Return whether another client edited an object after this exact manifest was applied."""
     applied_hash = desired["metadata"]["annotations"][APPLIED_HASH]
     return bool((live["metadata"].get("annotations") or {}).get(APPLIED_HASH) == applied_hash)
 

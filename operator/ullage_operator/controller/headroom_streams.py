@@ -1,6 +1,6 @@
-"""Follows the headroom reports of all engines over gRPC, with one stream per engine.
+"""Subscribes to the headroom reports of all engines, with one gRPC stream per engine.
 
-Each stream connects to a started pod and gets reports at a low rate. The stream uses the probe
+Each stream connects to a started pod and receives reports at a low rate. The stream uses the probe
 port, which serves health and headroom in plaintext and accepts no inference requests. The operator
 therefore needs no certificate, no ticket and no access to the serving port.
 """
@@ -36,9 +36,9 @@ class StreamTimes:
     """Intervals of the headroom streams, in seconds."""
 
     status_interval_s: float = 10.0
-    """Minimum time between two changes of a service's reported memory pressure."""
+    """Minimum time between two published changes of a service's memory pressure."""
     tick_s: float = 5.0
-    """Resolution of the clock that measures how long this process has been running."""
+    """Tick interval of the clock that measures this process's running time, excluding suspends."""
 
 
 @dataclass(slots=True)
@@ -54,10 +54,11 @@ class _Stream:
 
 
 class HeadroomStreams(Generic[Key]):
-    """Keeps the headroom streams of all services, by service and by pod uid.
+    """Maintains the headroom streams of all services, keyed by service and pod uid.
 
     Args:
-        on_news: called with a service if its memory pressure or the health of its engines changed.
+        on_news: called with a service when its memory pressure or the health of its engines
+            changes.
         times: intervals of the streams.
     """
 
@@ -71,7 +72,7 @@ class HeadroomStreams(Generic[Key]):
         self._ticker = asyncio.create_task(self._tick(), name="headroom clock")
 
     def follow(self, key: Key, targets: Mapping[str, EngineTarget]) -> None:
-        """Follow exactly the given engines of a service, and stop following its other engines.
+        """Subscribe to exactly the given engines of a service, and unsubscribe from all others.
 
         Args:
             key: the service.
@@ -95,7 +96,7 @@ class HeadroomStreams(Generic[Key]):
             self._report_if_due(key)
 
     def drop(self) -> None:
-        """Stop following all engines."""
+        """Close the streams of all engines."""
         for key in list(self._streams):
             self.follow(key, {})
 
@@ -106,9 +107,9 @@ class HeadroomStreams(Generic[Key]):
             timer.cancel()
 
     def pressure_levels(self, key: Key) -> PressureLevels:
-        """Return the last reported memory pressure by pool.
+        """Return the last published memory pressure by pool.
 
-        The published levels change at most once per `status_interval_s`.
+        The levels change at most once per `status_interval_s`.
         """
         return self._reported[key][1] if key in self._reported else {}
 
@@ -137,7 +138,7 @@ class HeadroomStreams(Generic[Key]):
         )
 
     async def _keep(self, key: Key, uid: str, target: EngineTarget) -> None:
-        """Follow one engine, and reconnect whenever the stream breaks."""
+        """Receive the reports of one engine, and reconnect whenever the stream breaks."""
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
@@ -191,7 +192,7 @@ class HeadroomStreams(Generic[Key]):
         self._report_if_due(key)
 
     def _report_if_due(self, key: Key) -> None:
-        """Publish a service's changed memory pressure, now or after the minimum interval."""
+        """Publish a changed memory pressure, but not before the minimum interval has passed."""
         reported_at, reported = self._reported.get(key, (-self._times.status_interval_s, {}))
         current = self._current(key)
         if key in self._timers or reported == current:
@@ -220,10 +221,10 @@ class HeadroomStreams(Generic[Key]):
         )
 
     async def _tick(self) -> None:
-        """Advance the clock that counts this process's running time.
+        """Advance the clock that measures this process's running time.
 
-        Reports cannot arrive while the process is suspended. The time of a suspension therefore
-        must not count as silence of the engines.
+        No reports can arrive while the process is suspended. The clock therefore excludes suspended
+        time, which would otherwise make engines look silent.
         """
         loop = asyncio.get_running_loop()
         tick_s = self._times.tick_s

@@ -1,4 +1,4 @@
-"""Observes the health of engines and nodes, and restarts pods.
+"""Observes the health of engines and nodes, and restarts unhealthy pods.
 
 `ullage_operator.policy.restarts` decides which pods to restart.
 """
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Healer:
-    """Follows the health of engine pods, and restarts the pods that the policy selects.
+    """Monitors the health of engine pods, and restarts the pods that the policy selects.
 
     Args:
         cluster: the Kubernetes API.
@@ -51,18 +51,18 @@ class Healer:
         self._recorder = recorder
         self._streams: HeadroomStreams[ServiceKey] = HeadroomStreams(wake, times)
         self._events: dict[ServiceKey, list[RestartEvent]] = {}
-        """Restarts since this operator started. A cached status may lack the latest restarts."""
+        """Restarts since this operator started. A cached status may not include the latest ones."""
 
     async def close(self) -> None:
         await self._streams.close()
 
     def forget(self, key: ServiceKey) -> None:
-        """Stop following a deleted service."""
+        """Stop monitoring a deleted service."""
         self._streams.follow(key, {})
         self._events.pop(key, None)
 
     def drop(self) -> None:
-        """Stop following all services. The status of each service already records its restarts."""
+        """Stop monitoring all services. Their restarts are recorded in their statuses."""
         self._streams.drop()
         self._events.clear()
 
@@ -87,7 +87,7 @@ class Healer:
         return sorted(recent, key=lambda each: each.at)
 
     async def _lost(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Return which of the given nodes are lost (no node if the operator may not read nodes)."""
+        """Return which of the given nodes are lost (empty if the operator may not read nodes)."""
         return frozenset([name for name in nodes if await self._is_lost(name)])
 
     async def _is_lost(self, name: str) -> bool:
@@ -104,10 +104,10 @@ class Healer:
         restarts: Iterable[Restart],
         now: datetime,
     ) -> None:
-        """Delete the pods to restart.
+        """Delete the given pods, so that their StatefulSets recreate them.
 
-        The caller must already have written the status that counts these restarts, so that every
-        restart is counted.
+        The caller must first write the status that counts these restarts. Otherwise they would go
+        uncounted if the operator crashed in between.
         """
         for restart in restarts:
             if not restart.by_force:

@@ -17,7 +17,7 @@ Object = dict[str, Any]
 
 
 def observe(cache: Cache, service: Object) -> Observed:
-    """Return a service's observations from the cache. Callers add measurements."""
+    """Return a service's observations from the cache. Callers add measurements to them."""
     key = ServiceKey(service["metadata"]["namespace"], service["metadata"]["name"])
     owned = [obj for obj in cache.owned(key) if belongs(obj, service)]
     optional = [kind for kind in OWNED if kind.optional]
@@ -54,8 +54,8 @@ def is_of_workload(
 ) -> bool:
     """Return whether a workload of the service created a pod that has the service's labels.
 
-    Copies of pods and pods of other workloads may have the same labels. The operator does not
-    count, delete or follow such pods.
+    Other pods, for example manual copies, may have the same labels. The operator does not count,
+    delete or monitor such pods.
 
     Args:
         pod: the pod.
@@ -84,7 +84,7 @@ def is_of_job(pod: Mapping[str, Any], owned: Iterable[Mapping[str, Any]]) -> boo
 
 
 def is_leaving(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
-    """Return whether an object is left over from a deleted service of the same name."""
+    """Return whether an object is a leftover of a deleted service with the same name."""
     kind = naming.KIND
     name = service["metadata"]["name"]
     owners = obj["metadata"].get("ownerReferences") or ()
@@ -92,7 +92,7 @@ def is_leaving(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
 
 
 def failed_status(manifest: Object, observed: Observed, problems: Iterable[Problem]) -> Object:
-    """Return the status of a service that has an invalid declared spec and serves nothing yet.
+    """Return the status of a service whose declared spec is invalid and that is not serving yet.
 
     All other fields of the status stay unchanged.
     """

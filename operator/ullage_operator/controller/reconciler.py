@@ -56,11 +56,11 @@ _MIN_WAIT_S = 1.0
 _MAX_WARNED = 3
 """Maximum number of pods and workloads whose Events one reconciliation reads."""
 _MAX_COUNTED_TRIES = 7
-"""Number of failed attempts after which the backoff stops growing, at about a minute."""
+"""Number of failed attempts after which the backoff stops growing, at about one minute."""
 
 
 def _generation(obj: Object) -> tuple[str, int]:
-    """Return the parts of an object's metadata that change with its spec."""
+    """Return the metadata fields of an object that identify a version of its spec."""
     return obj["metadata"]["uid"], obj["metadata"]["generation"]
 
 
@@ -71,7 +71,7 @@ class ReconcileResult(NamedTuple):
     status: Object
     """The status to report."""
     plan: ServicePlan | None = None
-    """The applied plan, or None. The plan's restarts happen after the status is written."""
+    """The applied plan, or None. Its restarts happen after the status has been written."""
     recheck_s: float | None = None
     """Maximum number of seconds until the next reconciliation, or None for no limit."""
 
@@ -103,9 +103,9 @@ class Reconciler:
     ) -> None:
         self._name = name
         self._questions: dict[ServiceKey, Question] = {}
-        """This operator's questions about services that another operator serves, by service."""
+        """This operator's liveness queries to the operator that serves a service, by service."""
         self._challengers: dict[ServiceKey, Question] = {}
-        """Other operators' questions about services that this operator serves, by service."""
+        """Liveness queries from other operators about services that this operator serves."""
         self._cluster = cluster
         self._cache = cache
         self._applier = applier
@@ -152,7 +152,7 @@ class Reconciler:
         return max(least_s, delay_s * random.uniform(0.8, 1.0))
 
     def drop(self) -> None:
-        """Forget all services, because another operator is the leader now."""
+        """Discard the state of all services, because another operator is the leader now."""
         self._read.clear()
         self._failures.clear()
         self._questions.clear()
@@ -163,7 +163,7 @@ class Reconciler:
         self._rollout_queue.drop()
 
     def _forget(self, key: ServiceKey) -> None:
-        """Forget everything about a deleted service."""
+        """Discard all state of a deleted service."""
         self._questions.pop(key, None)
         self._challengers.pop(key, None)
         self._stop_serving(key)
@@ -177,7 +177,7 @@ class Reconciler:
         self._rollout_queue.forget(key)
 
     async def _reconcile_once(self, key: ServiceKey) -> tuple[str, float | None]:
-        """Reconcile once, and return the result and the maximum delay until the next run."""
+        """Reconcile once, and return the result label and the maximum delay until the next run."""
         manifest = self._cache.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
             return "gone", None  # the garbage collector deletes the objects of the service
@@ -207,7 +207,7 @@ class Reconciler:
     async def _leave_to_other(
         self, key: ServiceKey, manifest: Object, turn: ServingTurn
     ) -> tuple[str, float]:
-        """Leave a service to the operator in its status, and ask whether that operator is alive."""
+        """Leave a service to the operator named in its status, and check if that one is alive."""
         status = manifest.get("status", {})
         holder = holder_of(status)
         self._stop_serving(key)
@@ -234,7 +234,7 @@ class Reconciler:
         return "yielded", ASK_AGAIN_S if turn is ServingTurn.YIELD else ANSWER_S
 
     def _with_challenger(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Add to `observed` the name of another operator that recently asked about the service."""
+        """Add to `observed` the name of another operator that recently queried this one."""
         now_s = time.monotonic()
         if name := challenger_of(observed.status):
             if key not in self._challengers:
@@ -247,7 +247,7 @@ class Reconciler:
         return dataclasses.replace(observed, challenger=question.holder if question else "")
 
     async def _with_canary_samples(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Add the routers' samples to `observed` while a canary gets requests."""
+        """Add the routers' request counts to `observed` while a canary receives requests."""
         if not is_canary_running(observe_rollout(observed).stored_state):
             return observed
         answers = await self._router_client.canary_samples(key, observed.pods)
@@ -256,7 +256,7 @@ class Reconciler:
         )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
-        """Add to `observed` the silent pools whose engines no router can reach either."""
+        """Add to `observed` the pools that are silent and that no router can reach either."""
         pools = silent_pools(observed.engine_health.values(), service.spec.healing.silent_after)
         if not pools:
             return observed
@@ -266,7 +266,7 @@ class Reconciler:
         return dataclasses.replace(observed, unreachable_pools=unreachable)
 
     async def _with_fetch_progress(self, observed: Observed) -> Observed:
-        """Add to `observed` the download progress of running Jobs that fetch models."""
+        """Add to `observed` the progress of running Jobs that download models."""
         if not observed.fetches.pods:
             return observed
         progress = await self._router_client.fetch_progress(observed.fetches.pods)
@@ -333,8 +333,8 @@ class Reconciler:
     def _plan(self, key: ServiceKey, stands: Standing, observed: Observed) -> ServicePlan:
         """Return a plan, and record its rollout in the rollout queue.
 
-        There is no `await` between both steps, so that two services cannot take the same place in
-        the queue.
+        There is no `await` between the two steps, so that two services cannot claim the same slot
+        in the queue.
         """
         observed = dataclasses.replace(
             observed,
@@ -361,7 +361,7 @@ class Reconciler:
             yield key, (self._cache.service(key) or {}).get("status", {})
 
     def _with_result(self, manifest: Object, observed: Observed, applied: ApplyResult) -> Observed:
-        """Add to `observed` the written objects, which no watch has reported yet, and failures."""
+        """Add to `observed` the failures, and the written objects ahead of their watch events."""
         return dataclasses.replace(
             observed,
             objects=observe(self._cache, manifest).objects,
@@ -380,10 +380,10 @@ class Reconciler:
         return dataclasses.replace(observed, scaling=decisions)
 
     async def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
-        """Return the declared service, which is parsed again only if the service or a base changed.
+        """Return the declared service. It is only reparsed if the service or a base has changed.
 
-        A new generation counts as a change. Fields that the API server dropped may also change
-        without a new generation.
+        A new generation counts as a change. Declared fields that the API server dropped may also
+        change without a new generation.
         """
         names = base_names(manifest.get("spec"))
         present = {name: self._cache.base(key.namespace, name) for name in names}
@@ -412,7 +412,7 @@ class Reconciler:
         return cached[1]
 
     def _remedy_for_bases(self, namespace: str) -> str:
-        """Return the remedy that an error about a missing base suggests."""
+        """Return the fix to suggest in an error about a missing base."""
         if not self._cache.serves(BASE, namespace):
             return f"the cluster does not know the kind; apply the crds/ of version {VERSION}"
         if not self._cache.sees(BASE, namespace):

@@ -1,9 +1,9 @@
-"""Limits how many rollouts run at once if they start because the operator changed.
+"""Limits how many rollouts run concurrently if they start because the operator changed.
 
-A new default image is a new revision of every service that names no image. If all services rolled
-out at once, each service would need additional GPUs, and a bad image would reach all services. The
-limit also applies to a new router image, which would otherwise break the streams of all services at
-once.
+A new default image creates a new revision of every service that does not set an image. If all
+services rolled out at once, each would need additional GPUs, and a bad image would reach all of
+them. The limit also applies to a new router image, which would otherwise interrupt the streams of
+all services at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,33 +24,33 @@ _ROLLING = frozenset(stage.value for stage in (*TRYING, RolloutStage.PROMOTING))
 
 
 class RolloutQueue:
-    """The services in a rollout, and the services that wait for their turn.
+    """The services with a running rollout, and the services that wait for their turn.
 
     Rollouts that start because a service was edited count towards the limit, but do not wait.
 
     Args:
         max_rollouts: the maximum number of services that may be in a rollout at once.
-        wake: called with a service when its turn has come, possibly several times.
+        wake: called with a service when it is its turn, possibly several times.
     """
 
     def __init__(self, max_rollouts: int, wake: Callable[[ServiceKey], None]) -> None:
         self._max_rollouts = max_rollouts
         self._wake = wake
         self._rolling: set[ServiceKey] | None = None
-        """Services in a rollout, or None until the rollouts of the previous leader are counted."""
+        """Services with a running rollout. None until those of the previous leader are counted."""
         self._only_routers: set[ServiceKey] = set()
-        """Services in a rollout that replaces only routers."""
+        """Services with a rollout that replaces only routers."""
         self._waiting: set[ServiceKey] = set()
         self._seeking: set[ServiceKey] = set()
-        """Services with unscheduled pods of a canary, or of engines after its promotion."""
+        """Services with unscheduled pods of a canary, or of the engines that follow a promotion."""
         self._roomless: set[ServiceKey] = set()
         """Services with an unschedulable engine."""
 
     def may_begin(self, key: ServiceKey, statuses: Callable[[], Statuses]) -> bool:
-        """Return whether a service may begin a rollout that starts without an edit.
+        """Return whether a service may start a rollout that was not triggered by an edit.
 
-        Only one rollout at a time waits for free nodes. If pods of two services waited at once, one
-        service could take the resources that the other service has freed for its own pod.
+        Only one rollout at a time may wait for free nodes. If pods of two services waited at once,
+        one could take the resources that the other service freed for its own pod.
 
         Args:
             key: the service.
@@ -66,10 +66,10 @@ class RolloutQueue:
         return len(self._rolling - {key}) < self._max_rollouts
 
     def may_yield(self, key: ServiceKey) -> bool:
-        """Return whether a service's next pod would get the resources that its old pods free.
+        """Return whether the resources that a service's old pods free would go to its own next pod.
 
-        This is true while no engine of another service is unschedulable. If users edited several
-        services that wait for resources at the same time, the first service by name has precedence.
+        This is true while no engine of another service is unschedulable. If several edited services
+        wait for resources at the same time, the first by name takes precedence.
         """
         others = (self._roomless | self._seeking) - {key}
         return all({key, other} <= self._seeking and key < other for other in others)
@@ -86,12 +86,13 @@ class RolloutQueue:
     ) -> None:
         """Record the progress of a service's rollout.
 
-        A rollout that waits for a user or for pods does not count towards the limit.
+        A rollout that waits for a user or for sleeping pools does not count towards the limit.
 
         Args:
             key: the service.
             progress: the progress of its rollout.
-            router_waits: whether new router pods of this operator wait for the service's turn.
+            router_waits: whether the operator's new router pod template waits for the service's
+                turn.
             router_rolls: whether routers are being replaced.
             seeks_room: whether pods of its canary, or of the engines after its promotion, have no
                 node yet.

@@ -1,4 +1,4 @@
-"""Reads request counts and load reports from a service's routers over HTTP, at a bounded rate."""
+"""Reads request counts and load reports from a service's routers over HTTP, with a rate limit."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from ullage_operator.rollout.analysis import CanarySample, parse_samples
 MIN_INTERVAL_S = 5.0
 """Minimum number of seconds between two requests to the routers of a service."""
 SETTLED_AFTER_S = 30.0
-"""Maximum number of seconds that a router needs after its start to find all engines."""
+"""Maximum number of seconds that a router needs to discover all engines after it starts."""
 MAX_BYTES = 8 << 20
 TIMEOUT_S = 5.0
 CONNECT_S = 2.0
@@ -36,11 +36,11 @@ class RouterSamples:
 
     samples: tuple[CanarySample, ...] = ()
     unanswered: tuple[str, ...] = ()
-    """Addresses of the routers that did not answer, each with the reason."""
+    """Addresses of the routers that did not respond, each with the reason."""
 
 
 class RouterClient:
-    """Reads counts and load reports from the routers of all services, and caches canary samples."""
+    """Reads request counts and load reports from all services' routers, with a short cache."""
 
     def __init__(self) -> None:
         self._http = PodHttp()
@@ -56,7 +56,7 @@ class RouterClient:
         self._samples.clear()
 
     async def canary_samples(self, key: ServiceKey, pods: Iterable[Pod]) -> RouterSamples:
-        """Return the samples of all routers that answer, cached for a few seconds."""
+        """Return the canary's request counts from all responding routers, cached briefly."""
         asked_at, answers = self._samples.get(key, (-math.inf, RouterSamples()))
         if time.monotonic() - asked_at < MIN_INTERVAL_S:
             return answers
@@ -74,7 +74,7 @@ class RouterClient:
         return answers
 
     async def fetch_progress(self, pods: Iterable[Pod]) -> dict[str, dict[str, Any]]:
-        """Return the progress of running pods that fetch models, by the name of their Job."""
+        """Return the download progress of running model-fetching pods, by the name of their Job."""
         urls = {_job_of(pod): url for pod in running(pods) if (url := _progress_url(pod))}
         pages = await asyncio.gather(*map(self._ask, urls.values()))
         return {job: parse_progress(page) for job, page in zip(urls, pages, strict=True) if page}
@@ -82,12 +82,12 @@ class RouterClient:
     async def unreachable_pools(
         self, pods: Iterable[Pod], pools: Iterable[str], now: datetime
     ) -> frozenset[str]:
-        """Return the pools in which no router reaches a ready engine.
+        """Return the pools that have no ready engine that any router can reach.
 
-        Routers that are not ready are also queried, because a router without any engine is not
-        ready. The answers of unready routers are optional. The result is empty whenever it would be
-        uncertain: a router has just started and may not have found the engines yet, a ready router
-        does not answer, or no router answers.
+        Unready routers are queried too, because a router without engines is unready, but they need
+        not respond. If the answer is uncertain, the result is empty. This is the case if a router
+        has just started and may not have discovered the engines yet, if a ready router does not
+        respond, or if no router responds.
 
         Args:
             pods: the pods of the service.
@@ -116,12 +116,12 @@ class RouterClient:
         return frozenset(pools) - reached
 
     async def _ask(self, url: str) -> str:
-        """Return the text at a URL (empty if it cannot be read)."""
+        """Return the response text of a URL (empty if the request fails)."""
         page, _ = await self._page(url)
         return page
 
     async def _page(self, url: str) -> tuple[str, str]:
-        """Return the text at a URL, and the error if it cannot be read."""
+        """Return the response text of a URL, and the error if the request fails."""
         try:
             body = await self._http.get(
                 url, timeout_s=TIMEOUT_S, connect_s=CONNECT_S, max_bytes=MAX_BYTES
@@ -153,7 +153,7 @@ def metrics_url(pod: Pod) -> str:
 
 
 def _port(pod: Pod, name: str, otherwise: int) -> int:
-    """Return the port number of a pod's named port (`otherwise` if the pod does not name it)."""
+    """Return the number of a pod's port by name (`otherwise` if the pod has no such port)."""
     ports = [
         port["containerPort"]
         for container in pod.get("spec", {}).get("containers", ())

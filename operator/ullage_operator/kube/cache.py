@@ -1,11 +1,11 @@
-"""Caches the objects of the watched kinds, as events and sweeps report them. No I/O.
+"""Caches the objects of all watched kinds, fed by watch events and periodic sweeps. No I/O.
 
-Reconciliations read from the cache and not from the API server. The cache also records which kinds
-the operator cannot list or watch, with the reasons.
+Reconciliations read from the cache instead of the API server. The cache also records which kinds
+the operator cannot list or watch, and why.
 
-Events of different objects arrive in any order. Events show neither when all existing objects have
-arrived nor which objects were deleted while no watch was active. A sweep shows both, because it
-lists the names and versions of all objects.
+Events for different objects may arrive in any order. They reveal neither when all existing objects
+have been delivered nor which objects were deleted while no watch was active. A sweep reveals both,
+because it lists the names and versions of all objects.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,9 +25,9 @@ _INSTANCE = "app.kubernetes.io/instance"
 _POD_SPEC = ("nodeName", "priority")
 _CONTAINER = ("name", "image", "resources", "ports")
 _HAS_STATUS = frozenset({SERVICE.name, POD.name, "Deployment", "StatefulSet", JOB.name, HTTP_ROUTE})
-"""Kinds whose status a plan depends on."""
+"""Kinds whose status the planner reads. The cache drops the status of all other kinds."""
 _CREATED = [{"manager": FIELD_MANAGER, "operation": "Update"}]
-"""The cached managedFields of an object whose ownership `claim_fields` must still transfer."""
+"""The managedFields cached for an object whose fields `claim_fields` still has to take over."""
 
 
 class ServiceKey(NamedTuple):
@@ -48,7 +48,7 @@ class Scope(NamedTuple):
 
 
 class Visibility(Enum):
-    """Whether the operator can see the objects of a scope."""
+    """Whether the operator can list and watch the objects of a scope."""
 
     UNKNOWN = "not listed yet"
     SEEN = "listed"
@@ -73,21 +73,21 @@ class Denied(NamedTuple):
 
 @dataclass(slots=True)
 class _Collection:
-    """The objects of one scope."""
+    """The cached objects of one scope, and the result of its last sweep."""
 
     visibility: Visibility = Visibility.UNKNOWN
     reason: str = ""
-    """The denied verb, or the error that prevents listing the scope."""
+    """The verb that was denied, or the error that prevents listing the scope."""
     objects: dict[Name, Object] = field(default_factory=dict)
     swept: int = -1
     """The resourceVersion of the last sweep (-1 before the first sweep)."""
     expected: dict[Name, int] = field(default_factory=dict)
-    """Versions from the last sweep that no event has delivered yet."""
+    """Object versions listed by the last sweep that no event has delivered yet."""
     deleted: dict[Name, int] = field(default_factory=dict)
-    """Versions at which objects were deleted since the last sweep."""
+    """Resource versions at which objects have been deleted since the last sweep."""
 
     def is_outdated(self, name: Name, version: int) -> bool:
-        """Return whether a newer version of an object, or its deletion, is known."""
+        """Return whether the cache already has this version, a newer one or the deletion."""
         if name in self.objects:
             return version <= version_of(self.objects[name])
         if version <= self.deleted.get(name, -1):
@@ -103,9 +103,9 @@ class Cache:
     """Caches objects by scope, and by the service that they belong to.
 
     Args:
-        scopes: the scopes to keep.
-        wake: called for every service that a change affects, but only after all scopes have been
-            listed or found missing. An earlier plan would miss existing objects.
+        scopes: the scopes to cache.
+        wake: called for every service that a change affects, but only once each scope has been
+            listed or found to be unavailable. A plan made earlier would miss existing objects.
     """
 
     def __init__(self, scopes: Iterable[Scope], wake: Callable[[ServiceKey], None]) -> None:
@@ -117,7 +117,7 @@ class Cache:
     # Updates by events and sweeps.
 
     def changed(self, scope: Scope, obj: Object) -> None:
-        """Record an object that was created, changed or listed."""
+        """Cache an object that was created, modified or listed."""
         collection = self._collections[scope]
         name = _name_of(obj)
         if not collection.is_outdated(name, version_of(obj)):
@@ -142,9 +142,9 @@ class Cache:
         self._check_seen(scope)
 
     def swept(self, scope: Scope, versions: Mapping[Name, int], revision: int) -> None:
-        """Record a sweep, and remove older objects that it does not list.
+        """Record a sweep, and drop objects that are older than the sweep but not listed by it.
 
-        The scope counts as seen once events have delivered all listed objects.
+        The scope counts as fully visible once events have delivered all listed objects.
 
         Args:
             scope: the swept scope.
@@ -180,7 +180,7 @@ class Cache:
     def failing(self, scope: Scope, reason: str) -> bool:
         """Record that a scope cannot be listed, and return whether that is new.
 
-        A scope that was listed before still counts as seen.
+        A scope that was listed before is still treated as visible.
         """
         collection = self._collections[scope]
         return collection.visibility is not Visibility.SEEN and self._lose(
@@ -201,10 +201,10 @@ class Cache:
     # Updates by the operator's own writes.
 
     def written(self, obj: Object) -> None:
-        """Record the API server's answer to a write, before its event arrives.
+        """Cache the object returned by a write, before its watch event arrives.
 
-        The write does not wake a service. An answer older than the object's known deletion is
-        dropped.
+        The write does not wake a service. The object is dropped if it is older than a known
+        deletion.
         """
         for scope, collection in self._collections.items():
             if (scope.kind.api_version, scope.kind.name) != (obj["apiVersion"], obj["kind"]):
@@ -219,7 +219,7 @@ class Cache:
 
     @property
     def complete(self) -> bool:
-        """Return whether every scope has been listed once, or cannot be listed."""
+        """Return whether every scope has been listed once or is known to be unavailable."""
         return self._complete
 
     def service(self, key: ServiceKey) -> Object | None:
@@ -236,7 +236,7 @@ class Cache:
         return [key for key in self._by_service if self.service(key) is not None]
 
     def owned(self, key: ServiceKey) -> list[Object]:
-        """Return the objects with labels of the service and the operator, whoever owns them."""
+        """Return the objects with the labels of the service and the operator, whoever owns them."""
         objects = self._by_service.get(key, {})
         return [obj for (kind, _), obj in objects.items() if kind not in (SERVICE, POD)]
 
@@ -251,7 +251,7 @@ class Cache:
         )
 
     def serves(self, kind: Kind, namespace: str) -> bool:
-        """Return whether the API server serves the kind (True until an answer says otherwise)."""
+        """Return whether the API server serves the kind (True until a response says otherwise)."""
         return all(c.visibility is not Visibility.ABSENT for c in self._of(kind, namespace))
 
     def missing(self, namespace: str) -> list[Denied]:
@@ -311,13 +311,13 @@ class Cache:
             del self._by_service[key]
 
     def _notify_of(self, kind: Kind, obj: Object) -> None:
-        """Wake the services that a change of an object affects."""
+        """Wake the services that are affected by a change to an object."""
         keys = self._referring(*_name_of(obj)) if kind == BASE else [key_of(kind, obj)]
         for key in keys:
             self._notify(key)
 
     def _referring(self, namespace: str, base: str) -> list[ServiceKey]:
-        """Return the services that refer to a base."""
+        """Return the services that reference a base."""
         in_namespace = [key for key in self.services() if key.namespace == namespace]
         specs = {key: (self.service(key) or {}).get("spec") for key in in_namespace}
         return [key for key, spec in specs.items() if base in base_names(spec)]
@@ -344,9 +344,10 @@ class Cache:
             self._wake_all("")
 
     def _is_awaited(self, scope: Scope) -> bool:
-        """Return whether plans must wait for a scope.
+        """Return whether planning must wait until a scope has been listed.
 
-        If a scope cannot be listed, plans wait only for services.
+        If a scope keeps failing to list, planning waits for it only if it contains the services
+        themselves.
         """
         visibility = self._collections[scope].visibility
         is_failing = visibility is Visibility.FAILING and scope.kind == SERVICE
@@ -361,7 +362,7 @@ class Cache:
 def key_of(kind: Kind, obj: Object) -> ServiceKey:
     """Return the key of a service object, or of the service that an object's label names.
 
-    The key of a base has an empty name.
+    For an LLMServiceBase, the name in the key is empty.
     """
     meta = obj["metadata"]
     labels = {} if kind == BASE else meta.get("labels") or {}
@@ -370,9 +371,9 @@ def key_of(kind: Kind, obj: Object) -> ServiceKey:
 
 
 def slim(kind: Kind, obj: Object) -> Object:
-    """Return the parts of an object that the operator uses.
+    """Return a copy of an object with only the fields that the operator uses.
 
-    Field managers, most of a pod's spec and any unused status are dropped.
+    managedFields, most of a pod's spec and unused statuses are dropped to save memory.
     """
     meta = obj["metadata"]
     # Fields declared in a form of 0.1.0 explain why the spec is not carried out.
@@ -400,12 +401,12 @@ def _slim_metadata(metadata: Object) -> Object:
 
 
 def is_created(managed_fields: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the operator created an object and has not claimed its fields since."""
+    """Return whether the operator created an object but has not yet claimed its fields."""
     return any(map(is_own_update, managed_fields))
 
 
 def is_own_update(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry of managedFields comes from a creation by the operator."""
+    """Return whether an entry of managedFields was written when the operator created the object."""
     is_update = entry.get("operation") == "Update" and not entry.get("subresource")
     return is_update and bool(entry.get("manager") == FIELD_MANAGER)
 

@@ -1,7 +1,7 @@
-"""A client of the Kubernetes API for the operator's requests: get, list names, apply, delete.
+"""A Kubernetes API client for the operator's requests: get, list names, apply, delete.
 
-This module contains the operator's requests to the API server. Every failure is raised as
-`Temporary` (a retry may help) or `Permanent` (the API server rejects the request).
+Every failure is raised as `Temporary` (a retry may help) or `Permanent` (the API server rejects the
+request).
 """
 
 import asyncio
@@ -61,7 +61,7 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return infinity, because an operator without leader election may always write."""
+    """Return the time left to write, which is infinite for an operator without leader election."""
     return _REQUEST_S
 
 
@@ -88,13 +88,14 @@ class _Page(msgspec.Struct):
 
 
 class Cluster:
-    """A client of one API server. Callers must `close` it.
+    """A client for one API server. Callers must `close` it.
 
     Args:
-        may_write_s: returns the seconds for which this process may write. A write is refused if
-            the result is 0, and cancelled when the time is over.
+        may_write_s: returns the seconds for which this process may still write. A write is refused
+            if the result is 0, and cancelled once the time is up.
         connection: the connection to the API server, by default that of the environment.
-        on_missing: called with the kind and namespace of an object that a write did not find.
+        on_missing: called with the kind and namespace of an object that turned out to be missing in
+            a write.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Cluster:
         return await self._ask("get", kind, namespace, name)
 
     async def warning(self, namespace: str, uid: str) -> Object | None:
-        """Return the latest Event of type Warning about an object, or None.
+        """Return the latest Warning Event about an object, or None.
 
         Raises:
             ClusterDenied: the operator may not list Events.
@@ -130,7 +131,7 @@ class Cluster:
         Raises:
             KindAbsent: the API server does not serve the kind.
             ClusterDenied: the operator may not list or watch the kind.
-            ClusterUnavailable: the kind cannot be listed now.
+            ClusterUnavailable: the kind cannot be listed at the moment.
         """
         await self._names(kind, namespace, limit=1)
         request = _Request("get", kind, namespace, "")
@@ -145,7 +146,7 @@ class Cluster:
 
         Raises:
             KindAbsent: the API server does not serve the kind.
-            ClusterForgets: the list expired during paging, so the caller lists again.
+            ClusterForgets: the list expired during paging, so the caller must relist.
         """
         versions: dict[tuple[str, str], int] = {}
         page = await self._names(kind, namespace)
@@ -175,11 +176,11 @@ class Cluster:
             raise ClusterUnavailable(f"{kind.qualified}: not a list: {error}") from error
 
     async def apply(self, obj: Object) -> Object:
-        """Write the operator's fields of an object by server-side apply.
+        """Write the operator's fields of an object with a server-side apply.
 
-        The apply is forced, because the operator owns these fields. Fields of other managers stay
-        unchanged. The API server does not write an unchanged object, so the object's
-        resourceVersion stays the same.
+        The apply is forced, because the operator owns these fields. Fields of other managers are
+        not touched. If nothing changes, the API server skips the write and the resourceVersion
+        stays the same.
         """
         answer = await self._apply(_kind(obj), obj)
         if answer is None:
@@ -187,7 +188,7 @@ class Cluster:
         return answer
 
     async def keep_replicas(self, live: Object) -> None:
-        """Add a second field manager to the replicas of an object.
+        """Make a second field manager a co-owner of an object's replicas.
 
         Without a second owner, an apply without replicas would reset the replicas to their default.
 
@@ -217,8 +218,8 @@ class Cluster:
     async def create(self, obj: Object) -> Object:
         """Create an object.
 
-        The object's fields belong to the field manager for updates. Before an apply can remove any
-        of the fields, `claim_fields` must transfer them to the field manager for applies.
+        The created fields are owned under the operation Update. `claim_fields` must transfer them
+        to the operation Apply before a server-side apply can remove any of them.
 
         Raises:
             ClusterConflict: the object exists already.
@@ -232,9 +233,9 @@ class Cluster:
         return answer
 
     async def claim_fields(self, live: Object) -> Object:
-        """Transfer the fields that `create` set to the field manager for applies.
+        """Transfer ownership of the fields that `create` set, so that an apply can remove them.
 
-        Afterwards, an apply removes fields that its manifest leaves out.
+        Afterwards, a server-side apply removes every such field that its manifest omits.
 
         Raises:
             ClusterUnavailable: the object is gone, or has just changed.
@@ -305,7 +306,7 @@ class Cluster:
         return answer
 
     async def delete(self, obj: Mapping[str, Any], grace_s: int | None = None) -> None:
-        """Delete exactly this object, and not a newer object with the same name.
+        """Delete this exact object, but not a newer object with the same name.
 
         Args:
             obj: the object.
@@ -323,7 +324,7 @@ class Cluster:
     async def _apply(
         self, kind: Kind, body: Object, manager: str = FIELD_MANAGER, subresource: str = ""
     ) -> Object | None:
-        """Run a forced server-side apply, and return None if there is no such object or API."""
+        """Run a forced server-side apply. Return None if the object or its API does not exist."""
         meta = body["metadata"]
         return await self._write(
             "server_side_apply",
@@ -345,7 +346,7 @@ class Cluster:
         subresource: str = "",
         **arguments: Any,
     ) -> Object | None:
-        """Send a write request, which times out when this process may no longer write."""
+        """Send a write request that is cancelled once this process may no longer write."""
         request = _Request(verb, kind, namespace, name, subresource)
         left_s = self._may_write_s()
         if left_s <= 0:
@@ -359,7 +360,7 @@ class Cluster:
     async def _ask(
         self, verb: str, kind: Kind, namespace: str, name: str = "", **arguments: Any
     ) -> Object | None:
-        """Send a request, and return the body of the answer, or None for 404."""
+        """Send a request, and return the response body, or None for 404."""
         text = await self._read(_Request(verb, kind, namespace, name), **arguments)
         return None if text is None else _decoded(text)
 
@@ -482,9 +483,9 @@ def resource_of(kind: Kind) -> Resource:
 
 
 def _seen_at(event: Mapping[str, Any]) -> str:
-    """Return the time at which an Event was last seen.
+    """Return the time at which an Event last occurred.
 
-    Events have four fields for this time, and each writer sets some of them.
+    Events have four fields for this time, and each writer sets only some of them.
     """
     last = (event.get("series") or {}).get("lastObservedTime")
     times = (last, event.get("deprecatedLastTimestamp"), event.get("eventTime"))
@@ -513,13 +514,13 @@ def _decoded(text: bytes) -> Object:
 
 
 def translated(status: int, what: str, answer: Object, waits: str = "") -> OperatorError:
-    """Return the exception for an API server's error, which is `Temporary` if a retry may help.
+    """Convert an API server's error to an exception, which is `Temporary` if a retry may help.
 
     Args:
         status: the HTTP status.
-        what: the request.
-        answer: a Kubernetes `Status`.
-        waits: the header Retry-After.
+        what: a description of the request, for the message.
+        answer: the response body, a Kubernetes `Status`.
+        waits: the value of the Retry-After header.
     """
     message = f"{what}: {status} {answer.get('message', '')}"
     if status in (400, 405, 413, 415, 422):

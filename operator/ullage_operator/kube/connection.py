@@ -1,8 +1,8 @@
 """The address and credentials of the API server, as `kubernetes.config` reads them.
 
-Inside a pod, the credentials are those of the service account, whose token file is read again every
-minute. Elsewhere, the credentials come from the kubeconfig, with its exec plugins and OIDC logins.
-Credentials that the API server rejects are read again.
+Inside a pod, the credentials are those of the service account, whose token file is reloaded every
+minute. Elsewhere, the credentials come from the kubeconfig, including its exec plugins and OIDC
+logins. Credentials that the API server rejects are reloaded.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from ullage_operator.api.naming import FIELD_MANAGER
 
 _KUBECONFIG = "~/.kube/config"
 _REFUSED_S = 5.0
-"""Delay in seconds before kopf gets the error of a rejected login, because kopf retries at once."""
+"""Delay in seconds before a rejected login is reported to kopf, which would retry immediately."""
 _UNREADABLE = (config.ConfigException, yaml.YAMLError, OSError, KeyError, TypeError, ValueError)
 
 
@@ -56,7 +56,7 @@ def _has_file(paths: str) -> bool:
 
 
 class ApiConnection:
-    """A client of one API server that logs in at first use. Callers must `close` it.
+    """A client for one API server that logs in on first use. Callers must `close` it.
 
     Args:
         load: reads the address and the credentials.
@@ -78,7 +78,7 @@ class ApiConnection:
         return self._api
 
     async def renew(self, refused: Configuration | None) -> None:
-        """Read the credentials again. Concurrent requests that were refused cause only one read."""
+        """Reload the credentials. If several requests are rejected at once, reload only once."""
         async with self._renewing:
             current = self._api and self._api.configuration
             if current is not refused:
@@ -138,11 +138,11 @@ class ApiConnection:
 
 
 def _tls(configuration: Configuration) -> tuple[object, ...]:
-    """Return the connection settings that cannot change while a session is open."""
+    """Return the address, TLS and proxy settings, which cannot change while a session is open."""
     files = ("ssl_ca_cert", "cert_file", "key_file")
     names = ("host", *files, "verify_ssl", "tls_server_name", "proxy")
     return tuple(getattr(configuration, name) for name in names)
 
 
 FAILURES = (TimeoutError, aiohttp.ClientError, OSError)
-"""Exceptions that a request raises if it gets no response."""
+"""Exceptions raised by a request that gets no response."""

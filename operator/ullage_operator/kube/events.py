@@ -1,7 +1,7 @@
 """Writes Kubernetes Events (events.k8s.io/v1) about an LLMService.
 
-Nothing depends on an Event. Reconciliations therefore do not wait for Events. A flood of Events is
-written slowly, and an Event that cannot be written is logged and dropped.
+Nothing depends on Events, so reconciliations do not wait for them. Writes are rate-limited, and an
+Event that cannot be written is logged and dropped.
 """
 
 import asyncio
@@ -24,26 +24,27 @@ API_VERSION = "events.k8s.io/v1"
 KIND = "Event"
 CONTROLLER = f"{naming.GROUP}/operator"
 REPEAT_S = 360.0
-"""Seconds within which a repeated change gets no second Event.
+"""Seconds within which a repeated change is not reported by a second Event.
 
-An example is an object that another client edits and the operator repairs again and again.
+This happens for example if another client keeps editing an object that the operator keeps
+repairing.
 """
 MAX_REMEMBERED = 4096
-"""Number of recent Events, over all services, that are remembered to detect repetitions."""
+"""Number of recent Events, across all services, that are remembered to detect repetitions."""
 MAX_WAITING = 10_000
-"""Maximum number of Events that wait to be written. Further Events are dropped."""
+"""Maximum number of queued Events. Further Events are dropped."""
 MAX_BURST = 100
-"""Number of Events that may be written at once."""
+"""Number of Events that may be written in a burst, without rate limiting."""
 RATE = 10.0
-"""Events per second after a burst, for example when an operator first sees many services."""
+"""Sustained rate of Events per second, once the burst is used up."""
 CLOSE_S = 2.0
-"""Seconds for which the operator waits for its last Events when it stops."""
+"""Maximum number of seconds that the operator spends on writing its last Events on shutdown."""
 
 _logger = logging.getLogger(__name__)
 
 
 class EventRecorder:
-    """Writes the Events of all services, one after another. Callers must `close` it."""
+    """Writes the Events of all services one at a time. Callers must `close` it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -70,11 +71,11 @@ class EventRecorder:
             self._writer = asyncio.create_task(self._write_all(), name="events")
 
     def drop(self) -> None:
-        """Drop all waiting Events, because another operator is the leader now."""
+        """Drop all queued Events, because another operator is the leader now."""
         self._waiting.clear()
 
     async def close(self) -> None:
-        """Write the waiting Events for `CLOSE_S` at most, and drop the rest."""
+        """Write queued Events for at most `CLOSE_S`, and drop the rest."""
         if self._writer is not None:
             await asyncio.wait([self._writer], timeout=CLOSE_S)
             self._writer.cancel()

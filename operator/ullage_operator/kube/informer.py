@@ -43,28 +43,28 @@ from ullage_operator.metric_names import OBJECTS, WATCH_RESTARTS
 _FIRST_S = 0.2
 _MOST_S = 30.0
 _FAILING = 3
-"""Number of failures after which plans no longer wait for a kind that was never seen."""
+"""Number of failures after which planning no longer waits for a kind that was never listed."""
 _PAGE = 500
 _REQUEST_S = 30
 _CONNECT_S = 10
 _WATCH_S = (240.0, 360.0)
-"""Range of a watch's duration in seconds, so that a watch ends even if a middlebox dropped it."""
+"""Range of a watch's timeout in seconds. It ends watches that a middlebox silently dropped."""
 _SILENT_S = 150.0
-"""Seconds without data after which a watch may be dead, and is restarted.
+"""Seconds without data after which a watch is presumed dead and restarted.
 
-The watch may also be alive: if etcd does not report progress, API servers send bookmarks only for
-kinds that change.
+This may restart a healthy watch: if etcd does not report progress, API servers send bookmarks only
+for kinds that change.
 """
 _SWEEP_S = 300.0
 _LOOK_S = 1.0
 _REASON = 256
-"""Maximum number of characters of an error in a condition."""
+"""Maximum number of characters of an error message that a condition quotes."""
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchTimes:
-    """Bounds of a watch, in seconds."""
+    """Timeouts and intervals of a watch, in seconds."""
 
     recheck_s: float = 60.0
     """Time between two checks of a kind that is absent or denied."""
@@ -75,7 +75,7 @@ class WatchTimes:
 
 
 class Backoff:
-    """Exponential backoff up to a bound, with a random factor between 0.5 and 1."""
+    """Capped exponential backoff with jitter: a random factor between 0.5 and 1."""
 
     def __init__(self) -> None:
         self._next_s = _FIRST_S
@@ -116,7 +116,7 @@ class Informers:
         cache: the cache to fill.
         metrics: counts restarts of watches.
         stop: set by SIGINT and SIGTERM, whose handlers kopf would replace.
-        times: bounds of a watch.
+        times: timeouts and intervals of the watches.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class Informers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def sweep(self, kind: Kind, namespace: str) -> None:
-        """Sweep a kind soon, because a write has found an object missing."""
+        """Schedule a sweep of a kind, because a write found that one of its objects is missing."""
         for scope, informer in self._informers.items():
             if scope.kind == kind and scope.namespace in ("", namespace):
                 informer.sweep()
 
     @property
     def silent_s(self) -> float:
-        """Return the longest time, in seconds, for which any watch has received no data."""
+        """Return how long, in seconds, the most silent watch has received no data."""
         return max((informer.silent_s for informer in self._informers.values()), default=0.0)
 
 
@@ -180,12 +180,12 @@ class Informer:
         self._backoff = Backoff()
         self._failures = 0
         self._last_active_s: float | None = None
-        """Time of kopf's last request, answer, event or bookmark."""
+        """Time of kopf's last request, response, event or bookmark."""
         self._swept_s = 0.0
         self._has_listed = False
-        """Whether kopf has listed since its last watch began."""
+        """Whether kopf has listed the objects again since it last started a watch."""
         self._watches = 0
-        """Number of watches that kopf has begun since its start."""
+        """Number of watches that kopf has opened since it was started."""
         self._sweep_due = asyncio.Event()
 
     @property
@@ -215,7 +215,7 @@ class Informer:
             await asyncio.sleep(self._backoff.next_s(at_least_s))
 
     async def _watch(self) -> Never:
-        """Run kopf, and raise its error once it ends."""
+        """Run kopf, and raise its error when it stops."""
         self._has_listed = False
         self._watches = 0
         self._mark_active()
@@ -291,10 +291,10 @@ class Informer:
         self._has_listed = False
 
     def _check_alive(self) -> None:
-        """Check that kopf still watches.
+        """Check that kopf is still watching.
 
         Raises:
-            ClusterUnavailable: kopf no longer watches.
+            ClusterUnavailable: kopf is no longer watching.
         """
         now_s = asyncio.get_running_loop().time()
         if self.silent_s > self._times.stale_s:
@@ -334,7 +334,7 @@ class Informer:
     # Failures.
 
     def _failed(self, error: Exception) -> tuple[str, float]:
-        """Record a failed watch, and return its one-word reason and the seconds until a retry."""
+        """Record a failed watch, and return a one-word reason and the retry delay in seconds."""
         kind, namespace = self._scope
         where = namespace or "all namespaces"
         match error:
@@ -370,7 +370,7 @@ class Informer:
 class _NoDifferences(kopf.DiffBaseStorage):
     """Keeps kopf from comparing objects, because the handler uses every event unchanged.
 
-    The comparison copies each object twice, which is a third of the cost of an event.
+    A comparison copies each object twice, which accounts for a third of the cost of an event.
     """
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
@@ -407,7 +407,7 @@ def kopf_settings(kind: Kind) -> kopf.OperatorSettings:
 
 
 def keep_signals(stop: asyncio.Event) -> None:
-    """Let SIGINT and SIGTERM set `stop`, because each kopf operator replaces signal handlers."""
+    """Make SIGINT and SIGTERM set `stop`, although each kopf operator replaces their handlers."""
     if threading.current_thread() is threading.main_thread():
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -423,7 +423,7 @@ def _raise_end(task: asyncio.Task[Any]) -> Never:
 
 
 class _ObservedStream:
-    """The stream of a response, with a callback for arriving data.
+    """A response stream that invokes a callback whenever data arrives.
 
     kopf calls no handler for bookmarks. If a kind has no changes, only bookmarks show that its
     watch is alive.

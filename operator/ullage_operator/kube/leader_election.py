@@ -1,4 +1,4 @@
-"""Leader election: takes and renews a Lease at the API server, or stands by."""
+"""Leader election: acquires and renews a Lease on the API server, or stands by."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 def own_namespace(served: list[str]) -> str:
-    """Return the pod's namespace, or the first served namespace outside a cluster."""
+    """Return the namespace of this pod. Outside a cluster, return the first served namespace."""
     try:
         return SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
     except OSError:
@@ -37,31 +37,31 @@ def own_identity() -> str:
 
 
 def boot_s() -> float:
-    """Return the seconds since boot, including suspension, because leases age during suspension."""
+    """Return the seconds since boot, including time suspended, during which Leases also age."""
     # Only Linux has this clock. On other systems an operator runs only for development.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class Lead:
-    """The leadership of this process, which lasts for a limited time."""
+    """The leadership of this process, which expires unless it is renewed."""
 
     def __init__(self, candidacy: Candidacy) -> None:
         self.candidacy = candidacy
 
     def left_s(self) -> float:
-        """Return the seconds for which this process may write."""
+        """Return the seconds for which this process may still write."""
         return self.candidacy.leads_for_s(boot_s())
 
 
 class LeaderElection:
-    """Takes part in the election until it is closed.
+    """Participates in the leader election until it is closed.
 
     Args:
         cluster: the cluster with the Lease.
-        lead: the leadership, which the election updates.
+        lead: the leadership to update.
         where: the namespace and name of the Lease.
-        on_gained: called when this process begins to lead.
-        on_lost: called when this process no longer leads.
+        on_gained: called when this process becomes the leader.
+        on_lost: called when this process stops being the leader.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LeaderElection:
         self._leads = False
         self._reported = ""
         self._holder = ""
-        """The leader that was logged last."""
+        """The last leader that was logged."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -1,7 +1,7 @@
 """A Lease of coordination.k8s.io as a pure state machine that decides which operator leads.
 
-Clocks of different machines are never compared. Every operator measures, on its own monotonic
-clock, for how long the Lease has not changed. A Lease that stays unchanged for its whole duration
+Clocks of different machines are never compared. Each operator uses its own monotonic clock to
+measure how long the Lease has stayed unchanged. A Lease that stays unchanged for its whole duration
 has expired.
 
 A leader stops writing well before its Lease expires: `renew_deadline_s` after it *began* its last
@@ -27,12 +27,12 @@ class Times:
 
     @property
     def renew_deadline_s(self) -> float:
-        """Return the seconds without a renewal after which a leader stops writing."""
+        """Return the seconds without a successful renewal after which a leader stops writing."""
         return self.duration_s * 2 / 3
 
     @property
     def retry_s(self) -> float:
-        """Return the seconds between two attempts to take or renew the lease."""
+        """Return the seconds between two attempts to acquire or renew the Lease."""
         return self.duration_s * 2 / 15
 
 
@@ -43,20 +43,20 @@ class Candidacy:
     identity: str
     times: Times = Times()
     record: Object | None = None
-    """The last seen spec of the Lease."""
+    """The spec of the Lease when it was last read."""
     since_s: float = 0.0
     """Time at which this spec of the Lease was first seen."""
     renewed_s: float | None = None
     """Time at which the last successful renewal began, or None if this operator does not lead."""
 
     def leads_for_s(self, now_s: float) -> float:
-        """Return the seconds for which this operator may write (0 if it does not lead)."""
+        """Return the seconds for which this operator may still write (0 if it does not lead)."""
         if self.renewed_s is None:
             return 0.0
         return max(0.0, self.renewed_s + self.times.renew_deadline_s - now_s)
 
     def saw(self, lease: Mapping[str, Any] | None, now_s: float) -> "Candidacy":
-        """Return the state after a read of the Lease. `lease` is None if no Lease exists."""
+        """Return the state after reading the Lease. `lease` is None if no Lease exists."""
         record = None if lease is None else dict(lease.get("spec") or {})
         if record == self.record:
             return self
@@ -65,9 +65,9 @@ class Candidacy:
         return replace(self, record=record, since_s=now_s, renewed_s=renewed_s)
 
     def may_take(self, now_s: float) -> bool:
-        """Return whether this operator may take the Lease.
+        """Return whether this operator may acquire or renew the Lease.
 
-        The operator may take the Lease if it holds the Lease, if nobody holds it, or if it has
+        This is the case if the operator already holds the Lease, if nobody holds it, or if it has
         expired.
         """
         record = self.record or {}
@@ -78,7 +78,7 @@ class Candidacy:
         return now_s >= self.since_s + lasts_s
 
     def took(self, lease: Mapping[str, Any], begun_s: float, now_s: float) -> "Candidacy":
-        """Return the state after a successful write of the Lease, which began at `begun_s`."""
+        """Return the state after a successful write of the Lease that was started at `begun_s`."""
         record = dict(lease["spec"])
         return replace(self, record=record, since_s=now_s, renewed_s=begun_s)
 
@@ -111,7 +111,7 @@ def claim(
 
 
 def release(lease: Object, where: tuple[str, str], now: datetime) -> Object:
-    """Return a released Lease, which another operator may take at once."""
+    """Return a released Lease, which another operator may acquire immediately."""
     spec = lease["spec"] | {
         "holderIdentity": "",
         "leaseDurationSeconds": 1,
@@ -130,7 +130,7 @@ def lease_with(lease: Object | None, where: tuple[str, str], spec: Object) -> Ob
 
 
 def micro_time(now: datetime) -> str:
-    """Format a time like Leases: RFC 3339, in microseconds."""
+    """Format a time as Leases do: RFC 3339, with microseconds."""
     return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 

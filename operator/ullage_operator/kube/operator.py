@@ -1,4 +1,4 @@
-"""Starts and stops the operator as a kopf program, and reports its health."""
+"""Runs the operator as a kopf program, and reports its health."""
 
 import asyncio
 import itertools
@@ -18,15 +18,15 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 2.0
 _SILENT_S = 900.0
-"""Seconds without data from a watch after which only a restart of the operator helps."""
+"""Seconds without data from a watch after which the operator reports itself unhealthy."""
 
 
 class PortTaken(Exception):
-    """Raised when the port of the probes cannot be used."""
+    """Raised if the port for health probes cannot be bound."""
 
 
 class Runnable(Protocol):
-    """A component that runs from the operator's start to its end."""
+    """A component that runs for as long as the operator does."""
 
     cache: Cache
 
@@ -45,8 +45,8 @@ class Operator:
     """Runs the operator as handlers of a kopf program.
 
     Args:
-        make: builds the component. It gets the connection to the API server and the event that is
-            set when the operator must end.
+        make: builds the component from the connection to the API server and an event that is set
+            when the operator must stop.
     """
 
     def __init__(self, make: Callable[[ApiConnection, asyncio.Event], Runnable]) -> None:
@@ -57,7 +57,7 @@ class Operator:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether all existing objects were seen, even if another operator is the leader."""
+        """Return whether all existing objects have been listed. A standby can be ready, too."""
         return self._running is not None and self._running.cache.complete
 
     async def run(self, host: str | None, probes_port: int) -> None:
@@ -68,7 +68,7 @@ class Operator:
             probes_port: the port of the probes.
 
         Raises:
-            PortTaken: the probes' port cannot be used.
+            PortTaken: the port for the probes cannot be bound.
         """
         try:
             listener = listen(host, probes_port)
@@ -129,8 +129,8 @@ class Operator:
     async def health(self, _: web.Request) -> web.Response:
         """Return the health of the watches.
 
-        The body has the number of LLMServices, whether all objects have been seen, and whether this
-        operator is the leader.
+        The body contains the number of LLMServices, whether all objects have been listed, and
+        whether this operator is the leader.
         """
         running = self._running
         silent_s = running.silent_s if running else 0.0

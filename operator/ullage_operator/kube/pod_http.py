@@ -1,4 +1,4 @@
-"""HTTP requests to pods, with bounds on time and size.
+"""HTTP requests to pods, with limits on response time and size.
 
 The metrics port of a pod uses plaintext without API keys, even if the service uses TLS and keys.
 """
@@ -9,7 +9,7 @@ from ullage_operator.api.errors import Temporary
 
 
 class PodUnavailable(Temporary):
-    """A pod did not answer in time, or its answer is not usable."""
+    """A pod did not respond in time, or its response is unusable."""
 
 
 class PodHttp:
@@ -28,7 +28,7 @@ class PodHttp:
         """Return the body of the response to a GET request.
 
         Raises:
-            PodUnavailable: the pod did not answer in time, or answered with an error or too much
+            PodUnavailable: the pod did not respond in time, or responded with an error or too much
                 data.
         """
         if self._session is None:

@@ -1,4 +1,4 @@
 """The Kubernetes objects that a service needs, as plain data.
 
-This package builds manifests and configuration files from a spec. It does not apply them.
+This package builds manifests and configuration files from a spec, but does not apply them.
 """

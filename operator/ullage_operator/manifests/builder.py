@@ -1,4 +1,4 @@
-"""Builds objects with the metadata of one component of a service. Pure."""
+"""Builds Kubernetes objects with the names and labels of one component of a service. Pure."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ Manifest = dict[str, Any]
 
 
 class Builder:
-    """Builds objects with the metadata of one component."""
+    """Builds Kubernetes objects with the metadata of one component."""
 
     def __init__(self, service: Service, component: str, pool: str | None = None) -> None:
         self._service = service
@@ -36,7 +36,7 @@ class Builder:
         }
 
     def service(self, name: str, spec: Manifest) -> Manifest:
-        """Return a Service that is dual-stack if the cluster has IPv4 and IPv6."""
+        """Return a Service, which is dual-stack if the cluster has both IPv4 and IPv6."""
         return self.object("v1", "Service", name, {"ipFamilyPolicy": "PreferDualStack", **spec})
 
     def config_map(
@@ -61,7 +61,7 @@ class Builder:
     def disruption_budget(self, name: str, selector: Manifest, most: int) -> list[Manifest]:
         """Return the PodDisruptionBudget that keeps a drain from evicting several pods at once.
 
-        The result is empty for fewer than two pods.
+        The result is empty if there are fewer than two engines or routers to protect.
 
         Args:
             name: the name of the object.
@@ -85,7 +85,7 @@ class Builder:
 
 
 def owner_references(service: Service) -> list[Manifest]:
-    """Return the owner reference by which Kubernetes deletes an object together with its service.
+    """Return the owner reference that makes Kubernetes delete an object along with its service.
 
     Outside Kubernetes the list is empty.
     """
@@ -101,6 +101,6 @@ def owner_references(service: Service) -> list[Manifest]:
 
 
 def as_asked(section: Strict) -> Manifest:
-    """Return a section with Kubernetes' field names as a manifest, without unset fields."""
+    """Convert a section that uses Kubernetes' field names to a manifest, dropping unset fields."""
     asked = to_api(section).items()
     return {name: value for name, value in asked if value is not None}

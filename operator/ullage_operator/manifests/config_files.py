@@ -40,11 +40,11 @@ from ullage_operator.api.spec import CascadeSpec, Service, TenantsSpec
 from ullage_operator.policy.pool_sizes import may_sleep
 
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""The dumper of libyaml if it is installed, because writing YAML is most of the cost of a plan."""
+"""libyaml's fast YAML dumper if available, because writing YAML dominates the cost of a plan."""
 LOG_LEVEL: LogLevel = "info"
 """Log level of pods whose service does not set a level.
 
-The operator's own log level does not apply to pods, because changing it would replace all pods.
+Pods do not inherit the operator's own log level, because changing it would then replace all pods.
 """
 
 
@@ -53,7 +53,7 @@ def engine_config(
 ) -> EngineConfig:
     """Return the configuration that all engines of a pool share.
 
-    The identity of an engine is not in this file. An engine gets its identity as an argument.
+    The file does not contain an engine's identity, which is passed as an argument instead.
     """
     spec = service.spec
     tickets = None
@@ -99,16 +99,16 @@ def engine_config(
 
 
 def adapters_file(service: Service) -> str:
-    """Return the text of the file that engines read their adapters from."""
+    """Return the text of the file from which engines read the list of LoRA adapters."""
     return to_yaml(document(engine.AdaptersFile(adapters=service.spec.adapters)))
 
 
 def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySection:
     """Return the memory section of a pool's engines.
 
-    The peers of an engine are the other engines of its pool, because all of them have the same
-    model. Engines find their peers by the pool's headless Service. A default host tier has no size
-    here, because only the engine can measure how much memory is free.
+    The peers of an engine are the other engines of its pool, which run the same model. Engines
+    discover their peers through the pool's headless Service. If the spec does not set the size of
+    the host tier, it is omitted here, because only the engine can measure how much memory is free.
     """
     tiers = pool.memory.tiers
     remote = None
@@ -131,9 +131,9 @@ def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySec
 
 
 def device_of(device: engine.Device, settings: Settings) -> engine.Device:
-    """Return the device on which engines run.
+    """Return the type of device on which engines run.
 
-    On Kubernetes, `auto` means CUDA, because an engine that fell back to the CPU would hold its
+    On Kubernetes, `auto` means CUDA, because an engine that fell back to the CPU would leave its
     GPUs idle.
     """
     return "cuda" if device == "auto" and settings.on_kubernetes else device
@@ -146,7 +146,7 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
 
     Args:
         service: the service.
-        accepts_plaintext: whether some engines speak TLS and others plaintext.
+        accepts_plaintext: whether some engines use TLS and others plaintext.
     """
     spec = service.spec
     pools = [
@@ -222,7 +222,7 @@ def tls_config(service: Service, accepts_plaintext: bool) -> TLSSection:
 def engines_server_name(service: Service) -> str:
     """Return the server name in the certificate of a service's engines.
 
-    Routers need this name, because they call engines by IP address.
+    Routers need this name to verify certificates, because they connect to engines by IP address.
     """
     engines = service.spec.tls.engines
     default = f"{naming.engine_name(service.name)}.{service.namespace}.svc"
@@ -234,7 +234,7 @@ def tenants_config(tenants: TenantsSpec, routers: int) -> TenantsSection:
 
     Args:
         tenants: the tenants of the spec.
-        routers: the maximum number of routers, among which quotas may be split.
+        routers: the maximum number of routers across which a quota may be split.
     """
     return TenantsSection(
         keys_dir=naming.KEYS_DIR,
@@ -272,7 +272,7 @@ def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
 
 
 def document(config: Strict) -> dict[str, Any]:
-    """Return a configuration as plain data, without unset fields, since readers have defaults."""
+    """Convert a configuration to plain data, without unset fields, since readers have defaults."""
     return cast(dict[str, Any], _without_none(msgspec.to_builtins(config)))
 
 

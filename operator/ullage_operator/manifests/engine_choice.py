@@ -1,7 +1,7 @@
 """Predicts whether a service's pods run the native engine or vLLM, and chooses their image.
 
-At its start, the engine itself decides by the same rule. The operator chooses the image based on
-this prediction, and `ullage plan` and `ullage up` print the prediction.
+The engine itself applies the same rule when it starts. The operator chooses the image based on this
+prediction, and `ullage plan` and `ullage up` print it.
 """
 
 from itertools import product
@@ -19,9 +19,8 @@ _IMAGE_WITH_VLLM = "set vllmEngineImage or spec.image"
 def engine_image(spec: Spec, settings: Settings) -> str:
     """Return the image of engine pods.
 
-    An image that the service names has precedence. If the service names no image and any pool needs
-    vLLM, the operator's image with vLLM is used. Otherwise, the operator's image for the device is
-    used.
+    An image set by the service takes precedence. Otherwise the operator's vLLM image is used if any
+    pool needs vLLM, and the operator's image for the device if none does.
     """
     if spec.image:
         return spec.image
@@ -35,7 +34,8 @@ def engine_image(spec: Spec, settings: Settings) -> str:
 def is_vllm(spec: Spec, pool: PoolSpec, settings: Settings) -> bool:
     """Return whether a pool's pods are expected to run vLLM.
 
-    An image of unknown content counts as vLLM only if the native engine cannot serve the pool.
+    If it is unknown whether the image contains vLLM, vLLM is expected only if the native engine
+    cannot serve the pool.
     """
     has_vllm = image_has_vllm(engine_image(spec, settings), settings)
     return _is_vllm(spec, pool, bool(has_vllm or spec.serves_adapters))
@@ -57,7 +57,7 @@ def _refusal_by_vllm(spec: Spec, pool: PoolSpec) -> str:
 
 
 def image_has_vllm(image: str, settings: Settings) -> bool | None:
-    """Return whether an image has vLLM, or None if its content is unknown."""
+    """Return whether an image contains vLLM, or None if that is unknown."""
     if image == settings.vllm_engine_image:
         return True
     return False if image in (ENGINE_IMAGE, CUDA_ENGINE_IMAGE) else None
@@ -71,14 +71,14 @@ def may_be_vllm(spec: Spec) -> bool:
 def expected_engine(
     spec: Spec, pool: PoolSpec, *, on_cuda: bool | None, has_vllm: bool | None, place: str
 ) -> str:
-    """Return one line with the expected engine of a pool's pods, and the reason or condition.
+    """Describe in one line which engine a pool's pods will run, and why or on what condition.
 
     Args:
         spec: the spec of the service.
         pool: the pool.
         on_cuda: whether the device is a CUDA GPU, or None if it is unknown.
         has_vllm: whether vLLM is installed, or None if it is unknown.
-        place: the place to look for vLLM, for example `image ullage/engine:1`.
+        place: where vLLM would have to be installed, for example `image ullage/engine:1`.
     """
     # Only the model's files show whether the native engine serves the model, so both cases are
     # tried.

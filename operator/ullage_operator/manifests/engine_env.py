@@ -23,7 +23,7 @@ ENGINE_ENV: tuple[Manifest, ...] = (
     {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
 )
 AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""AWS SDK variables that form one credential, and are also the keys of its Secret."""
+"""AWS SDK variables that together form one credential. Its Secret uses the same keys."""
 
 
 def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
@@ -38,7 +38,7 @@ def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
 
 
 def given_env(pool: PoolSpec) -> set[str]:
-    """Return the names of the environment variables that a pod template sets for engines."""
+    """Return the names of the engine environment variables that a pod template already sets."""
     return {variable["name"] for variable in given_variables(pool)}
 
 
@@ -67,8 +67,8 @@ def group_env(pool: PoolSpec) -> list[Manifest]:
 def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
     """Return the environment variables for the AWS SDKs with which engines read buckets.
 
-    Variables of the pod template take precedence. The keys form one credential, so if the pod
-    template sets any of the keys, the operator sets none of them.
+    Variables of the pod template take precedence. If the pod template sets any of the credential's
+    variables, the operator sets none of them, so that keys of two credentials are never mixed.
     """
     spec = service.spec
     if spec.s3 is None and not spec.model.source.startswith("s3://"):
@@ -94,8 +94,8 @@ def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
 def s3_store(service: Service, pool: PoolSpec) -> str:
     """Return a digest of the endpoint or region of the bucket with the model.
 
-    The digest is empty for AWS without a region, and for models that are not in a bucket. The
-    endpoint is hashed, because it may come from a Secret.
+    The digest is empty for AWS without a region and for models that are not in a bucket. It is a
+    hash instead of plain text, because the endpoint may come from a Secret.
     """
     if not service.spec.model.source.startswith("s3://"):
         return ""
@@ -120,7 +120,7 @@ def _keys_of(secret: str) -> Iterator[Manifest]:
 def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
     """Return the environment variables for vLLM, which a pod template may override.
 
-    The result is empty for `ullage up`, because users have their own caches.
+    The result is empty for `ullage up`, where vLLM uses the user's own caches.
     """
     if not settings.on_kubernetes or not may_be_vllm(service.spec):
         return []

@@ -1,4 +1,4 @@
-"""Builds the pod templates of engines, and of their followers if they span several pods. Pure."""
+"""Builds the pod templates of engines, and of followers if an engine spans several pods. Pure."""
 
 import math
 from typing import Any
@@ -34,13 +34,13 @@ Manifest = dict[str, Any]
 START_PERIOD_S = 5
 """Seconds between two startup probes."""
 FOLLOWER_START_S = 120
-"""Seconds within which a follower's process must answer (short, because it imports little)."""
+"""Startup timeout of a follower's process in seconds (short, because it imports little)."""
 
 
 def engine_template(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
-    """Return the engines' pod template: the spec's template with the operator's fields on top."""
+    """Return the engines' pod template: the operator's fields merged over the spec's template."""
     own = own_engine(service, pool_name, pool, config, settings)
     return completed(pool.pod_template, own, settings)
 
@@ -104,7 +104,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
 
 
 def claims_of_pods(pool: PoolSpec) -> Manifest:
-    """Return the resourceClaims of a pool's pods (empty if they request devices by limits)."""
+    """Return the resourceClaims of a pool's pods (empty if they use resource limits instead)."""
     claims = [
         {"name": each.name, "resourceClaimTemplateName": each.resource_claim_template_name}
         for each in pool.resource_claims
@@ -113,7 +113,7 @@ def claims_of_pods(pool: PoolSpec) -> Manifest:
 
 
 def claims_of_container(pool: PoolSpec) -> Manifest:
-    """Return the resource claims of a pod that the engine's container uses."""
+    """Return those of a pod's resource claims that the engine's container uses."""
     claims = [
         {"name": each.name, **({"request": each.request} if each.request else {})}
         for each in pool.resource_claims
@@ -124,10 +124,10 @@ def claims_of_container(pool: PoolSpec) -> Manifest:
 def follower_template(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
-    """Return the pod template of followers, which compute a part of an engine with vLLM.
+    """Return the pod template of followers, which run the vLLM workers of a multi-pod engine.
 
-    A follower runs a worker instead of the server, and has separate probes. It has no serving
-    ports, no Secrets and no KV file tier.
+    A follower runs a worker instead of the server, and has its own probes. It has no serving ports,
+    no Secrets and no KV file tier.
     """
     leader = own_engine(service, pool_name, pool, config, settings)
     [container] = leader["spec"]["containers"]
@@ -169,8 +169,8 @@ def follower_template(
 def engine_pre_stop_s(settings: Settings) -> int:
     """Return the seconds for which a terminating engine continues to serve.
 
-    Routers find engines by DNS, which is late to remove the address of a terminating engine and to
-    add the address of its replacement.
+    Routers discover engines through DNS, which lags behind when an engine terminates and when its
+    replacement becomes ready.
     """
     return PRE_STOP_S + math.ceil(settings.dns_lag_s)
 
@@ -178,8 +178,8 @@ def engine_pre_stop_s(settings: Settings) -> int:
 def follower_probes() -> Manifest:
     """Return the port and probes of a follower.
 
-    A follower is ready while all pods of its group are present and compute. It is killed if it
-    hangs.
+    A follower is ready while all pods of its engine exist and are working. A follower that hangs is
+    killed.
     """
     failures = math.ceil(FOLLOWER_START_S / START_PERIOD_S)
     return {

@@ -13,13 +13,13 @@ Manifest = dict[str, Any]
 
 ROUTE_ACCEPTED = "RouteAccepted"
 _NO_TIMEOUT = "0s"
-"""No timeout, because routers limit each request. Many gateways would end a request after 15 s."""
+"""Disables the gateway's timeout, often 15 s, because routers themselves limit each request."""
 
 
 def exposure_objects(service: Service, serves: Collection[str]) -> list[Manifest]:
     """Return the HTTPRoute and the HorizontalPodAutoscaler of a service's routers.
 
-    Each object is returned only if the spec requests the object and the cluster serves its kind.
+    Each object is included only if the spec requests it and the cluster serves its kind.
     """
     router = service.spec.router
     objects = []
@@ -101,7 +101,7 @@ def route_condition(
 
 
 def _refusals(parent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the reason and message of each condition with which a Gateway rejects a route."""
+    """Yield the reason and message of each condition in which a Gateway rejects a route."""
     for condition in parent.get("conditions") or ():
         is_asked = condition.get("type") in ("Accepted", "ResolvedRefs")
         if is_asked and condition.get("status") == "False":

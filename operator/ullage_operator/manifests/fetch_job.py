@@ -1,6 +1,7 @@
-"""Builds the Jobs that fetch models into shared claims before engines need them. Pure.
+"""Builds the Jobs that download models into shared claims before engines need them. Pure.
 
-A Job's name contains a hash of its pod template, because the template of a Job is immutable.
+A Job's name contains a hash of its pod template. The template of a Job is immutable, so a changed
+template needs a new Job.
 """
 
 import hashlib
@@ -28,12 +29,12 @@ from ullage_operator.manifests.volumes import cache_volumes, scratch_volume
 Manifest = dict[str, Any]
 
 DEADLINE_S = 6 * 3600
-"""Total time limit in seconds for all attempts of a Job, enough to fetch 700 GB at 32 MB/s."""
+"""Time limit in seconds for all attempts of a Job: enough to download 700 GB at 32 MB/s."""
 RETRIES = 3
 KEPT_S = 3600
-"""Seconds for which Kubernetes keeps a Job that has ended."""
+"""Seconds for which Kubernetes keeps a finished Job."""
 MISUSE = 2
-"""Exit status for a model source that cannot be fetched even with retries."""
+"""Exit status if the model source can never be downloaded, so that retries are pointless."""
 _OF_PLACEMENT = (
     "affinity",
     "dnsConfig",
@@ -54,7 +55,7 @@ _NO_SIDECAR = {
 
 
 class SharedCache(NamedTuple):
-    """A shared claim into which a Job fetches a service's model."""
+    """A shared claim into which a Job downloads a service's model."""
 
     claim: str
     source: str
@@ -65,7 +66,7 @@ class SharedCache(NamedTuple):
 
 
 def shared_caches(service: Service) -> list[SharedCache]:
-    """Return the claims that a spec wants filled with its model, without duplicates."""
+    """Return the claims that a spec asks to pre-fill with its model, without duplicates."""
     pools: dict[str, list[str]] = {}
     for name, pool in service.spec.pools.items():
         cache = pool.model_cache
@@ -79,7 +80,7 @@ def shared_caches(service: Service) -> list[SharedCache]:
 
 
 def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manifest:
-    """Build the Job that fetches a model into a claim and verifies the model there."""
+    """Build the Job that downloads a model into a claim and verifies it there."""
     pool_name = cache.pools[0]
     pool = service.spec.pools[pool_name]
     match = naming.selector(service.name, naming.FETCHER, pool_name)
@@ -123,7 +124,7 @@ def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manif
 
 
 def fetch_policy(service: Service, settings: Settings) -> Manifest:
-    """Build the NetworkPolicy that lets only the operator reach pods that fetch models."""
+    """Build the NetworkPolicy that lets only the operator connect to pods that download models."""
     match = naming.selector(service.name, naming.FETCHER)
     rules = {"ingress": [from_operator(naming.PROBE_PORT, settings)]}
     name = naming.fetcher_name(service.name)
@@ -169,18 +170,18 @@ def _pod_spec(service: Service, pool: PoolSpec, cache: SharedCache, settings: Se
 
 
 def _outside_mesh(settings: Settings) -> Manifest:
-    """Return the annotation that keeps a mesh's sidecar out of the pod.
+    """Return the annotation that keeps a service mesh from injecting its sidecar into the pod.
 
-    With a sidecar, the pod would never end. Without a mesh, the field `annotations` is left out,
-    because API servers drop an empty map, and the difference would look like drift.
+    A sidecar would keep the pod from ever finishing. Without a mesh, the field `annotations` is
+    omitted, because API servers drop empty maps and the difference would look like drift.
     """
     return {"annotations": dict([_NO_SIDECAR[settings.mesh]])} if settings.mesh else {}
 
 
 def _given(pool: PoolSpec) -> Manifest:
-    """Return the scheduling fields and the engine's environment of a pool's pod template.
+    """Return what a Job takes from a pool's pod template: scheduling and the engine's environment.
 
-    Sidecars are left out, because they would keep a Job from ending.
+    Sidecars are omitted, because they would keep the Job from finishing.
     """
     spec = pool.pod_template.get("spec", {})
     containers = [

@@ -1,7 +1,7 @@
 """Builds the ScaledObject that tells KEDA how to scale a pool. Pure.
 
-KEDA scales the pool's StatefulSet by the used share of each engine's KV memory. Engines report this
-share as the metric ullage_kv_used_ratio, which KEDA queries from Prometheus.
+KEDA scales the pool's StatefulSet by the fraction of each engine's KV memory that is in use.
+Engines report it as the metric ullage_kv_used_ratio, which KEDA queries from Prometheus.
 """
 
 from collections.abc import Collection
@@ -19,11 +19,11 @@ Manifest = dict[str, Any]
 
 KEDA_API = "keda.sh/v1alpha1"
 KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
-"""Annotation that makes KEDA scale to the annotation's value and then pause until it is removed."""
+"""Annotation that makes KEDA scale to its value and then pause until it is removed."""
 METRIC = "ullage_kv_used_ratio"
 POLL_S = 10
 _NEVER = "1000000"
-"""A threshold that no value reaches, for triggers that must not scale by their value."""
+"""A threshold that no metric reaches, for triggers that must not scale by their metric's value."""
 
 
 def scaler_objects(
@@ -57,7 +57,7 @@ def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
 
 
 def rules(pace: ScalingPace) -> Manifest:
-    """Return the scaling rules of one direction.
+    """Return the scaling rules for one direction, up or down.
 
     The policy that allows the larger change applies, as in the operator's own autoscaling.
     """
@@ -97,7 +97,7 @@ def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) ->
 
 
 def own_triggers(scaling: AutoscalingSpec) -> list[Manifest]:
-    """Return a spec's additional triggers in the form of a ScaledObject."""
+    """Return a spec's additional triggers in the format of a ScaledObject."""
     return [as_asked(each) for each in scaling.keda.triggers] if scaling.keda else []
 
 

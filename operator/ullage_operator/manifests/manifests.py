@@ -29,20 +29,20 @@ Manifest = dict[str, Any]
 MIXED_ENGINE_TLS = f"{naming.GROUP}/mixed-engine-tls"
 """Annotation of a router Deployment that calls engines both in plaintext and with TLS.
 
-The annotation's value is the section `tls.engines` that routers use for TLS. The spec may no longer
-have this section.
+The value is the `tls.engines` section that routers use for TLS, which the spec may no longer
+contain.
 """
 
 
 def router_objects(
     service: Service, settings: Settings, rollout_file: str, accepts_plaintext: bool = False
 ) -> list[Manifest]:
-    """Return the router and its accompanying objects, in the order to apply.
+    """Return the routers' Deployment and the objects that belong to it, in the order to apply.
 
     Args:
-        rollout_file: the text of the file that running routers reload. A change of the file
-            restarts no router.
-        accepts_plaintext: whether some engines speak TLS and others plaintext.
+        rollout_file: the text of the file that running routers reload. A change of the file does
+            not restart routers.
+        accepts_plaintext: whether some engines use TLS and others plaintext.
     """
     name = naming.router_name(service.name)
     config = to_yaml(document(router_config(service, accepts_plaintext)))
@@ -92,7 +92,7 @@ def router_objects(
 def router_service(service: Service, ports: list[Manifest]) -> Manifest:
     """Return the Service through which clients reach the routers.
 
-    Fields that the spec does not set are left out, so that the API server or other controllers can
+    Fields that the spec does not set are omitted, so that the API server or other controllers can
     set them.
     """
     given = service.spec.router.service
@@ -194,8 +194,8 @@ def pool_objects(
 def disks(pool_name: str, pool: PoolSpec) -> Manifest:
     """Return the StatefulSet fields for a pool's volume claim templates (empty without templates).
 
-    A canary's claims are deleted with the canary, because the engines that replace the canary have
-    separate claims.
+    A canary's claims are deleted along with it, because the engines that replace the canary have
+    claims of their own.
     """
     templates = volume_claim_templates(pool)
     if not templates:
@@ -215,9 +215,9 @@ def disks(pool_name: str, pool: PoolSpec) -> Manifest:
 def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifest:
     """Return the selector of a pool's PodDisruptionBudget, which covers all pods of its engines.
 
-    If one pod of a group is missing, no pod of the group is ready. A budget of one pod therefore
-    protects all other groups. The remaining pods of the incomplete group may be evicted, because
-    they are not ready.
+    A group is the pods of one engine. If one of them is missing, the whole group is unready. A
+    budget of one unavailable pod therefore protects all other groups, while the unready rest of the
+    incomplete group may still be evicted.
     """
     if pool.nodes == 1:
         return {"matchLabels": naming.selector(service.name, naming.ENGINE, pool_name)}
@@ -227,7 +227,7 @@ def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifes
 
 
 def of_group(template: Manifest, revision: str) -> Manifest:
-    """Return a pod template annotated with the revision of its group."""
+    """Return a pod template, annotated with the revision that all pods of an engine must share."""
     annotations = template["metadata"].get("annotations", {}) | {naming.GROUP_REVISION: revision}
     return {**template, "metadata": {**template["metadata"], "annotations": annotations}}
 
@@ -237,8 +237,8 @@ def group_objects(
 ) -> list[Manifest]:
     """Return the objects of engines that span several pods.
 
-    They are the followers' StatefulSet, the Service by which followers resolve their leaders before
-    the leaders are ready, and the NetworkPolicies between the pods of a group.
+    They are the followers' StatefulSet, a Service that resolves leaders even before they are ready,
+    and the NetworkPolicies between the pods of an engine.
 
     Args:
         template: the pod template of the followers.
@@ -283,12 +283,12 @@ def max_engines(pool: PoolSpec) -> int:
 
 
 def followers(pool: PoolSpec) -> int:
-    """Return the number of followers of all engines of a pool."""
+    """Return the total number of followers of all engines of a pool."""
     return pool.replicas * (pool.nodes - 1)
 
 
 def grpc_protocol(is_secure: bool) -> str:
-    """Return the appProtocol for meshes and gateways (h2c is HTTP/2 in plaintext)."""
+    """Return the appProtocol that tells meshes and gateways to use HTTP/2 (h2c without TLS)."""
     return "https" if is_secure else "kubernetes.io/h2c"
 
 
@@ -320,7 +320,8 @@ def from_operator(number: int, settings: Settings) -> Manifest:
 def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
     """Return the NetworkPolicy rule for the pods that may read metrics.
 
-    Without permitted pods there is no rule, because an empty list of peers would permit everybody.
+    If no pods are permitted, there is no rule, because an empty list of peers would permit
+    everybody.
     """
     peers = service.spec.observability.metrics_from
     if peers is None and settings.metrics_namespace:
@@ -330,7 +331,7 @@ def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
 
 
 def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> list[Manifest]:
-    """Return the manifests, without replicas for the kind that another controller scales."""
+    """Return the manifests without `replicas` on the workload that another controller scales."""
     return [
         {**item, "spec": {k: v for k, v in item["spec"].items() if k != "replicas"}}
         if item["kind"] == kind

@@ -1,7 +1,7 @@
 """Builds the PodMonitors and the PrometheusRule of a service. Pure.
 
-With these objects, a Prometheus operator scrapes the service, records burn rates and raises alerts.
-docs/runbooks/service.md has the remedy for each alert.
+With these objects, a Prometheus operator scrapes the service, records burn rates and fires alerts.
+docs/runbooks/service.md explains how to resolve each alert.
 """
 
 from bisect import bisect_left
@@ -23,7 +23,7 @@ BURN = "ullage:slo_burn:rate"
 """Prefix of the recorded burn rates by window (error ratio divided by error budget)."""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TAILS = (("e2e_p99", 2, 0.01), ("e2e_p999", 3, 0.001))
-"""Objectives for tail latency: name, multiple of e2eP95, share of requests that may be slower."""
+"""Tail-latency objectives: name, multiple of e2eP95, fraction of requests that may be slower."""
 NAME_SERVICE = {
     "sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"],
     "targetLabel": "llmservice",
@@ -36,24 +36,24 @@ TICKET_REQUESTS = 500
 TAIL_REQUESTS = 1000
 """Minimum numbers of requests in an alert's window for a meaningful error ratio."""
 SHORT_OF_CAPACITY = "KV_HEADROOM|QUEUE_FULL|QUEUE_TIMEOUT|DEADLINE"
-"""Refusal reasons that more memory or more engines would have prevented."""
+"""Reasons for refusing a request that more memory or more engines would have prevented."""
 REFUSED_RATE = 0.1
 REFUSED_SHARE = 0.05
-"""Refusals per second, and their share of all requests, above which an alert fires."""
+"""Refusals per second, and as a fraction of all requests, above which an alert fires."""
 QUEUE_SHARE = 0.8
-"""Share of the queue's bounds above which the queue is nearly full."""
+"""Fraction of the queue's limits above which the queue counts as nearly full."""
 READING_SPEED = 4.0
 SLOW_STREAMS = 0.05
-"""Human reading speed in tokens per second, and the share of streams that may be slower."""
+"""Human reading speed in tokens per second, and the fraction of streams that may be slower."""
 CERTIFICATE_S = 3 * 86400
 """Seconds before expiry by which a certificate should have been renewed."""
 RESTARTS = 3
 """Number of worker restarts within 15 minutes above which an alert fires."""
 TIER_FAILURES = 100
-"""Number of failed blocks of a KV tier within 15 minutes above which an alert fires."""
+"""Number of blocks that failed in a KV tier within 15 minutes above which an alert fires."""
 BUSY_TOKENS = 500
 HIT_RATIO = 0.6
-"""Prompt tokens per second above which the hit ratio is checked, and the lowest good ratio."""
+"""Prompt tokens per second above which the hit ratio is checked, and the lowest healthy ratio."""
 
 
 def monitoring_objects(
@@ -71,7 +71,7 @@ def monitoring_objects(
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in Prometheus' notation, which has no fractions."""
+    """Format a duration for Prometheus, whose notation has no fractions."""
     return f"{seconds:.0f}s" if seconds.is_integer() else f"{1000 * seconds:.0f}ms"
 
 
@@ -97,7 +97,7 @@ def labelled(manifest: Manifest, labels: Mapping[str, str]) -> Manifest:
 
 
 def prometheus_rule(service: Service, settings: Settings) -> Manifest:
-    """Return the PrometheusRule of a service, with recording rules and alerts."""
+    """Return a service's PrometheusRule, which contains recording rules and alerts."""
     spec = {"groups": rule_groups(service, settings)}
     name = naming.router_name(service.name)
     manifest = Builder(service, naming.ROUTER).object(MONITORING_API, "PrometheusRule", name, spec)
@@ -113,7 +113,7 @@ class Alert(NamedTuple):
     summary: str
     description: str
     hold: str = "5m"
-    """Time for which the expression must hold before the alert fires."""
+    """Time for which the expression must be true before the alert fires."""
 
 
 def rule_groups(service: Service, settings: Settings) -> list[Rule]:
@@ -149,7 +149,7 @@ def alert_rule(alert: Alert, service: Service, settings: Settings) -> Rule:
 def burn_rates(service: Service) -> list[Rule]:
     """Return the recording rules of burn rates.
 
-    A burn rate of 1 spends the error budget exactly, and 0 spends nothing.
+    A burn rate of 1 uses up the error budget exactly, and 0 uses none of it.
     """
     slo = service.spec.slo
     of_routers = routers(service)
@@ -171,14 +171,14 @@ def burn_rates(service: Service) -> list[Rule]:
 
 
 def failed_share(matchers: str, window: str) -> str:
-    """Return the expression for the share of requests that ended in a server error."""
+    """Return the PromQL expression for the fraction of requests that ended in a server error."""
     failed = f'sum(rate(ullage_router_requests_total{{{matchers},code=~"5.."}}[{window}]))'
     every = f"sum(rate(ullage_router_requests_total{{{matchers}}}[{window}]))"
     return f"({failed} or vector(0)) / {every}"
 
 
 def late_share(histogram: str, matchers: str, objective_s: float, window: str) -> str:
-    """Return the expression for the share of requests that took longer than the objective.
+    """Return the PromQL expression for the fraction of requests slower than the objective.
 
     The expression interpolates linearly between two buckets, as Prometheus does for quantiles.
     """
@@ -196,7 +196,7 @@ def late_share(histogram: str, matchers: str, objective_s: float, window: str) -
 
 
 def slo_alerts(service: Service) -> list[Alert]:
-    """Return the alerts on objectives that are missed now."""
+    """Return the alerts for objectives that are currently being missed."""
     slo = service.spec.slo
     tail = burn(service, "30m", "e2e_p99|e2e_p999")
     return [
@@ -233,7 +233,7 @@ def slo_alerts(service: Service) -> list[Alert]:
 
 
 def budget_alerts(service: Service) -> list[Alert]:
-    """Return the alerts on error budgets that burn too fast, over a long and a short window."""
+    """Return the alerts for error budgets that burn too fast, over a long and a short window."""
     most = "errors|ttft_p95|e2e_p95|e2e_p99"
     pages = [
         f"({burn(service, long, most)} > {rate} and {burn(service, short, most)} > {rate})"
@@ -267,13 +267,13 @@ def burn(service: Service, window: str, objectives: str) -> str:
 
 
 def and_several(service: Service, count: int, window: str) -> str:
-    """Return the PromQL condition that a window had more than `count` requests."""
+    """Return the PromQL condition that more than `count` requests arrived within a window."""
     requests = f"sum(increase(ullage_router_requests_total{{{routers(service)}}}[{window}]))"
     return f"and on() {requests} > {count}"
 
 
 def router_alerts(service: Service) -> list[Alert]:
-    """Return the alerts on routers, their queue and refusals."""
+    """Return the alerts for routers, their queues and their refusals."""
     of_routers = routers(service)
     queue = service.spec.routing.queue
     refusals = f'ullage_router_refusals_total{{{of_routers},reason=~"{SHORT_OF_CAPACITY}"}}'
@@ -318,7 +318,7 @@ def router_alerts(service: Service) -> list[Alert]:
 
 
 def connection_alerts(service: Service) -> list[Alert]:
-    """Return the alerts on the connection between routers and engines."""
+    """Return the alerts for the connections between routers and engines."""
     of_routers = routers(service)
     of_engines = engines(service)
     expiry = "certificate_expiry_timestamp_seconds"
@@ -366,7 +366,7 @@ def connection_alerts(service: Service) -> list[Alert]:
 
 
 def engine_alerts(service: Service) -> list[Alert]:
-    """Return the alerts on failures of engines."""
+    """Return the alerts for engine failures."""
     of_engines = engines(service)
 
     def grows(counter: str, by: str = "") -> str:
@@ -430,7 +430,7 @@ def engine_alerts(service: Service) -> list[Alert]:
 
 
 def device_alerts(service: Service) -> list[Alert]:
-    """Return the alerts on GPUs, from the engines' own metrics instead of an exporter's."""
+    """Return the alerts for GPUs, which use the engines' own metrics instead of an exporter's."""
     of_engines = engines(service)
     return [
         Alert(
@@ -468,5 +468,5 @@ def engines(service: Service) -> str:
 
 
 def pods(service: Service, names: str) -> str:
-    """Return PromQL label matchers for pods with matching names, by a PodMonitor's labels."""
+    """Return PromQL matchers, on the labels set by a PodMonitor, for pods with matching names."""
     return f'namespace="{service.namespace}",pod=~"{names}"'

@@ -1,7 +1,7 @@
 """Builds the pod fields that engines and routers share. Pure.
 
-Engines and routers run as an unprivileged user on a read-only root file system, and write to
-emptyDir volumes.
+Engines and routers run as an unprivileged user. Their root file system is read-only, so they write
+to emptyDir volumes.
 """
 
 import math
@@ -18,9 +18,9 @@ from ullage_operator.policy.restarts import HUNG_GRACE_S
 Manifest = dict[str, Any]
 
 PRE_STOP_S = 15
-"""Seconds for which a terminating pod still gets new requests after its address is withdrawn."""
+"""Seconds for which a terminating pod may still get new requests after its endpoint is removed."""
 LAST_MARGIN_S = 15
-"""Seconds that a process has after the drain to send its last messages and exit."""
+"""Seconds that a drained process has to send its last messages and exit."""
 DEFAULT_SPREAD = {
     "maxSkew": 1,
     "topologyKey": "kubernetes.io/hostname",
@@ -36,8 +36,8 @@ _PORTS_PAST_MESH = {
 def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
     """Return a spec's pod template with the operator's fields merged over it.
 
-    By default, the pods are spread over nodes, and the cluster's mesh does not intercept the ports
-    that the operator calls. The template can override both.
+    By default, pods are spread across nodes, and the cluster's mesh does not intercept the ports
+    that the operator connects to. The template can override both.
 
     Args:
         given: the pod template of the spec.
@@ -61,7 +61,7 @@ def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
 
 
 def mesh_annotations(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the annotations that let the operator reach pods in a mesh from outside the mesh.
+    """Yield the annotations that let the operator connect to pods in a mesh from outside of it.
 
     The operator connects to pods in plaintext, and only to read-only ports.
     """
@@ -88,7 +88,7 @@ def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manif
 
 
 def account_name(service: Service, own: str) -> str:
-    """Return the name of the pods' ServiceAccount, from the spec or created by the operator."""
+    """Return the name of the pods' ServiceAccount: the spec's, or else the operator-created one."""
     return service.spec.service_account.name or own
 
 
@@ -109,7 +109,7 @@ def pod_security(service: Service) -> Manifest:
 
 
 def grace_s(service: Service, pre_stop_s: int) -> int:
-    """Return the termination grace period, within which a pod can finish its longest request."""
+    """Return a termination grace period, in seconds, long enough to finish the longest request."""
     return pre_stop_s + math.ceil(service.spec.limits.total_timeout) + LAST_MARGIN_S
 
 
@@ -126,7 +126,7 @@ def port(name: str, number: int) -> Manifest:
 
 
 def killing(probe: Manifest) -> Manifest:
-    """Return a probe whose failure restarts a container, with a short termination grace period."""
+    """Return a liveness or startup probe that restarts the container with a short grace period."""
     return {**probe, "terminationGracePeriodSeconds": HUNG_GRACE_S}
 
 

@@ -26,17 +26,17 @@ Amounts = dict[str, dict[str, str]]
 _MIB = 1 << 20
 _SERVER_BYTES = 512 * _MIB
 _WORKER_BYTES = 1024 * _MIB
-"""Host memory of a worker without weights: Python, torch and the device's context."""
+"""Host memory of a worker, excluding weights: Python, torch and the device context."""
 _UNKNOWN_WEIGHTS_BYTES = 8192 * _MIB
-"""Assumed weights on each GPU if the model's size is unknown. Few models for GPUs are smaller."""
+"""Assumed size of the weights per GPU if the model's size is unknown. Few models are smaller."""
 _ROUNDING_BYTES = 128 * _MIB
 _COMPILED_BYTES = 2048 * _MIB
 """Bytes of compiled kernels, graphs and tokenizer files in a cache, in addition to the weights."""
 CACHE_LIMIT = 4
 """Ratio of the size limit of a pod's own cache to the expected size of its content.
 
-The size is estimated from the model's name. A repository may have its weights twice, and its main
-branch may change.
+The content's size is only estimated from the model's name. A repository may contain its weights
+twice, and its main branch may change.
 """
 _KV_MARGIN_BYTES = 64 * _MIB
 _WORKER_MILLICPU = 250
@@ -45,11 +45,11 @@ _ROUTER: Amounts = {
     "limits": {"memory": "1Gi"},
 }
 _PARAMETERS = re.compile(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([mb])(?![a-z0-9])")
-"""A number of parameters in lower case, for example 135m, 7b, 0.5b or 8x7b."""
+"""Matches a number of parameters in lower case, for example 135m, 7b, 0.5b or 8x7b."""
 _BLOCKS = re.compile(r"(?<![a-z0-9])i?q(\d)(?:_|\b)")
-"""Block format of a GGUF file. For example, Q4_K_M has four bits and scales."""
+"""Matches the quantization format of a GGUF file, such as Q4_K_M (4 bits plus scales)."""
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-"""Name of a part of a split GGUF file. vLLM's checkpoint is made from the joined parts."""
+"""Matches the name of a shard of a split GGUF file. For vLLM, the shards are joined."""
 _BITS = (
     # gpt-oss is published as MXFP4 and does not say so in its name.
     (re.compile(r"int4|awq|gptq|mxfp4|4-?bit|gpt-oss(?!.*fp?16)"), 4.5),
@@ -60,7 +60,7 @@ _QUANTIZED_BITS = {"int4": 5.0, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
 
 
 def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Amounts:
-    """Return the pool's own resources, completed with defaults and its GPUs.
+    """Return the resources set by the pool, with its GPUs and with defaults for whatever is unset.
 
     GPUs are requested as limits, which the DCGM exporter also uses to attribute GPUs to pods. Pools
     on the CPU and pools with device claims get no GPU limits.
@@ -95,14 +95,14 @@ def cache_bytes(service: Service, pool: PoolSpec) -> int:
 def kv_file_bytes(size: int) -> int:
     """Return the maximum number of bytes that the file tier may use on its volume.
 
-    The margin of a sixteenth and 64 MiB covers the file system itself, and files that are written
+    The margin of one sixteenth plus 64 MiB covers file system overhead, and new files written
     before older ones are removed. A pod that uses more is evicted.
     """
     return size + size // 16 + _KV_MARGIN_BYTES
 
 
 def _kv_folder_bytes(pool: PoolSpec) -> int:
-    """Return the maximum bytes of a file tier in a folder that is deleted with the pod."""
+    """Return the maximum bytes of a file tier on the pod's own ephemeral storage, 0 without one."""
     file = pool.memory.tiers.file
     if file is None or file.claim_name or file.host_path or kv_holders(pool):
         return 0
@@ -110,7 +110,7 @@ def _kv_folder_bytes(pool: PoolSpec) -> int:
 
 
 def kv_holders(pool: PoolSpec) -> list[dict[str, Any]]:
-    """Return the mounts of a pool's pod template that contain the folder of its file tier."""
+    """Return the volume mounts in a pool's pod template that contain its file tier's folder."""
     file = pool.memory.tiers.file
     containers = pool.pod_template.get("spec", {}).get("containers")
     return [
@@ -139,7 +139,8 @@ def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
 def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
     """Return the maximum memory in bytes that an engine uses for its host tier.
 
-    An engine has no tiers without a prefix cache, nor with vLLM on several stages or nodes.
+    An engine has no KV tiers without a prefix cache. vLLM has none with pipeline stages or several
+    nodes, either.
     """
     memory = pool.memory
     is_parted = pool.nodes > 1 or pool.parallelism.pipeline > 1
@@ -154,7 +155,7 @@ def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
 
 def router_resources(service: Service) -> Amounts:
-    """Return the router's own resources, completed with defaults."""
+    """Return the resources set for routers, with defaults for whatever is unset."""
     return _over(service.spec.router.resources, _ROUTER)
 
 
@@ -189,7 +190,7 @@ def _published_bits(model: ModelSection) -> float:
 
 
 def _named_bits(model: ModelSection) -> float:
-    """Return the number of bits per weight of the format in a model's name or source, or 0."""
+    """Return the bits per weight of the format named in a model's name or source, or 0."""
     text = f"{model.source} {model.name}".lower()
     if blocks := _BLOCKS.search(text):
         return float(blocks[1]) + 0.5
@@ -206,7 +207,7 @@ def _dtype_bits(model: ModelSection) -> float:
 def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
     """Return the expected host memory of one pod of an engine, in bytes.
 
-    On a CPU, `deviceBytes` covers the weights and the device's KV, if it is set.
+    On a CPU, `deviceBytes` covers both the weights and the device KV, if it is set.
     """
     model = service.spec.model
     is_on_cpu = service.spec.device == "cpu"
@@ -228,11 +229,11 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
 
 def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Amounts:
-    """Return given quantities completed with defaults, in the API server's notation.
+    """Fill in missing quantities from defaults, and write all in the API server's notation.
 
-    In this notation, an applied object equals the stored object. A default request is left out if
-    there is a limit, because Kubernetes uses the limit as the missing request. A default limit is
-    left out if a request exceeds it, because Kubernetes rejects a request above its limit.
+    In this notation, an applied object equals the stored object. A default request is skipped if a
+    limit is set, because Kubernetes then uses the limit as the request. A default limit is skipped
+    if the request exceeds it, because Kubernetes rejects requests above their limits.
     """
     merged: Amounts = {
         kind: {name: canonical(quantity) for name, quantity in by_name.items()}

@@ -33,7 +33,7 @@ Manifest = dict[str, Any]
 
 
 def router_template(service: Service, config: str, settings: Settings) -> Manifest:
-    """Return the routers' pod template: the spec's template with the operator's fields on top."""
+    """Return the routers' pod template: the operator's fields merged over the spec's template."""
     own = own_router(service, config, settings)
     return completed(service.spec.router.pod_template, own, settings)
 

@@ -14,7 +14,7 @@ from ullage_operator.manifests.resources import CACHE_LIMIT, cache_bytes, kv_fil
 Manifest = dict[str, Any]
 
 ENGINE_TLS_VOLUME = "tls"
-"""Volume of the certificate that engines serve with."""
+"""Name of the volume with the certificate that engines present to clients."""
 CACHE_VOLUME = "cache"
 KV_VOLUME = "kv"
 MODEL_IMAGE = "model-image"
@@ -22,7 +22,7 @@ SHM_BYTES = 1 << 30
 VLLM_SHM_BYTES = 256 << 20
 """Shared memory in bytes for each GPU's rank.
 
-It contains the ring buffer, ten chunks of 24 MiB, through which a rank answers vLLM's scheduler.
+It holds the ring buffer of ten 24 MiB chunks through which a rank responds to vLLM's scheduler.
 """
 
 
@@ -30,7 +30,7 @@ It contains the ring buffer, ten chunks of 24 MiB, through which a rank answers 
 class MountedSecret:
     """A Secret mounted as a folder.
 
-    The kubelet would not update a Secret that is mounted as a single file.
+    The kubelet does not update a Secret that is mounted as a single file.
     """
 
     volume: str
@@ -58,7 +58,7 @@ def router_secrets(service: Service) -> list[MountedSecret]:
 
 
 def step_secrets(service: Service) -> list[MountedSecret]:
-    """Return the credentials with which routers call the other services of their cascade."""
+    """Return the Secrets that routers need to connect to the other services of their cascade."""
     cascade = service.spec.cascade
     secrets = []
     for index, step in enumerate(cascade.steps if cascade else ()):
@@ -83,7 +83,7 @@ def engine_secrets(service: Service) -> list[MountedSecret]:
 
 
 def ticket_secrets(service: Service) -> list[MountedSecret]:
-    """Return the Secret with the keys by which routers sign tickets and engines verify tickets."""
+    """Return the Secret with the keys for tickets, which routers sign and engines verify."""
     tickets = service.spec.tickets
     return [MountedSecret("tickets", tickets.secret_name, naming.TICKETS_DIR)] if tickets else []
 
@@ -138,7 +138,8 @@ def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
 def adapter_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
     """Return the volume of the adapters file.
 
-    The ConfigMap is mounted as a folder, because the kubelet does not update a single mounted file.
+    The ConfigMap is mounted as a folder, because the kubelet does not update a file that is mounted
+    on its own.
     """
     if not pool.memory.max_loras:
         return []
@@ -154,8 +155,8 @@ def adapter_mounts(pool: PoolSpec) -> list[Manifest]:
 def cache_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
     """Return the volumes for downloads and compiled kernels.
 
-    Pods share the volume only if the spec names a claim or a host path. The result is empty if each
-    pod has a separate claim, because the StatefulSet adds the volume of such a claim.
+    Pods share the volume only if the spec names a claim or a host path. If each pod has its own
+    claim, the result is empty, because the StatefulSet then adds the volume itself.
     """
     cache = pool.model_cache
     if cache.claim_template:
@@ -256,7 +257,7 @@ def claim_mounts(service: Service) -> list[Manifest]:
 def image_volumes(service: Service) -> list[Manifest]:
     """Return the image volume of the model, which needs Kubernetes 1.31.
 
-    Nodes pull this image with the pod's pull secrets, as they pull a container's image.
+    Nodes pull the image with the pod's pull secrets, just like a container's image.
     """
     reference = image_of(service.spec.model.source)
     policy = service.spec.model_pull_policy
@@ -273,7 +274,7 @@ def image_mounts(service: Service) -> list[Manifest]:
 
 
 def shm_size(service: Service, pool: PoolSpec) -> int | str:
-    """Return the size of /dev/shm: from the pool's spec, or enough for ranks to exchange data."""
+    """Return the size of /dev/shm: the pool's setting, or enough for ranks to exchange data."""
     if pool.shm_size is not None:
         return pool.shm_size
     ranks = VLLM_SHM_BYTES * pool.gpus_per_pod if may_be_vllm(service.spec) else 0

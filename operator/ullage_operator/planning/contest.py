@@ -1,10 +1,10 @@
-"""Decides which operator serves a service that several operators watch. Pure.
+"""Decides which operator manages a service that several operators watch. Pure.
 
-Each release of the chart elects its leader by its own lease, so two releases with the same
-namespaces would both act. The service's status names the operator that serves it. Another operator
-writes a question to the status, and the serving operator answers by removing the question. If the
-serving operator answers, the other operator leaves the service alone. If the serving operator does
-not answer, the other operator takes over.
+Each release of the chart elects its leader with its own Lease, so two releases that watch the same
+namespace would both act. The service's status therefore names the operator that manages the
+service. Another operator writes a liveness query to the status, which the managing operator answers
+by removing the query. If it does so in time, the other operator leaves the service alone. If it
+does not, the other operator takes over.
 """
 
 from collections.abc import Mapping
@@ -13,42 +13,42 @@ from enum import StrEnum
 from typing import Any
 
 ANSWER_S = 60.0
-"""Seconds within which a live operator answers, even if its leader changes."""
+"""Seconds within which a live operator answers a liveness query, even if its leader changes."""
 ASK_AGAIN_S = 300.0
-"""Seconds after which an operator that answered is asked again."""
+"""Seconds after which an operator that answered is queried again."""
 
 Status = Mapping[str, Any]
 
 
 class ServingTurn(StrEnum):
-    """What an operator does about a service that another operator may serve."""
+    """What an operator does about a service that another operator may already manage."""
 
     SERVE = "serve"
     ASK = "ask"
-    """Ask the serving operator whether it is alive."""
+    """Query the managing operator to find out whether it is alive."""
     WAIT = "wait"
-    """Wait for the serving operator's answer."""
+    """Wait for the managing operator to answer the query."""
     YIELD = "yield"
     """Leave the service to the operator that answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question to the operator that serves a service: whether that operator is still alive."""
+    """A liveness query to the operator that manages a service."""
 
     holder: str
-    """Name of the operator that was asked."""
+    """Name of the operator that was queried."""
     asked_s: float
-    """Time of the question in seconds, on the clock of this process."""
+    """Time of the query in seconds, on the clock of this process."""
     is_answered: bool = False
-    """Whether the serving operator's answer was logged."""
+    """Whether the managing operator's answer has been seen and logged."""
 
 
 def turn_of(own: str, status: Status, question: Question | None, now_s: float) -> ServingTurn:
-    """Decide what the operator `own` does about a service that another operator may serve.
+    """Decide what the operator `own` does about a service that another one may already manage.
 
     Args:
-        question: the operator's last question, or None before the first one.
+        question: the operator's last query, or None before the first one.
     """
     holder = holder_of(status)
     if holder in ("", own):
@@ -62,20 +62,20 @@ def turn_of(own: str, status: Status, question: Question | None, now_s: float) -
 
 
 def holder_of(status: Status) -> str:
-    """Return the name of the operator that serves a service (empty if no operator serves it)."""
+    """Return the name of the operator that manages a service (empty if there is none)."""
     return str((status.get("operator") or {}).get("name", ""))
 
 
 def challenger_of(status: Status) -> str:
-    """Return the name of the operator whose question is unanswered (empty without a question)."""
+    """Return the name of the operator that wrote the open query (empty if there is none)."""
     return str((status.get("operator") or {}).get("challenger", ""))
 
 
 def asked(own: str, status: Status) -> dict[str, Any]:
-    """Return a status that contains an operator's question."""
+    """Return a status to which an operator's liveness query has been added."""
     return {**status, "operator": {"name": holder_of(status), "challenger": own}}
 
 
 def held(own: str, status: Status) -> dict[str, Any]:
-    """Return a status that names `own` as the serving operator and has no unanswered question."""
+    """Return a status that names `own` as the managing operator, and has no open query."""
     return {**status, "operator": {"name": own}}

@@ -36,20 +36,20 @@ Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
 
 _HELD_KINDS = ("ConfigMap", "StatefulSet")
-"""Kinds of a pool's objects that change together.
+"""Kinds of a pool's objects that must be updated together.
 
-A pod must read the ConfigMap that belongs to the pod's StatefulSet template.
+A pod must read the version of the ConfigMap that matches its StatefulSet's template.
 """
 
 
 def states_of_caches(service: Service, observed: Observed) -> list[CacheState]:
-    """Return the warming state of each claim that the spec asks to fill with a model."""
+    """Return the download state of each claim that the spec asks to pre-fill with a model."""
     objects = list(observed.objects.values())
     return cache_states(service, objects, observed.fetches, observed.status, observed.now)
 
 
 def fetch_objects(service: Service, observed: Observed, settings: Settings) -> list[Manifest]:
-    """Return the Jobs that fetch models into shared claims, and their NetworkPolicy."""
+    """Return the Jobs that download models into shared claims, and their NetworkPolicy."""
     caches = states_of_caches(service, observed) if settings.on_kubernetes else []
     if not caches:
         return []
@@ -58,7 +58,7 @@ def fetch_objects(service: Service, observed: Observed, settings: Settings) -> l
 
 
 def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) -> dict[str, str]:
-    """Return the pools whose first engines wait for a Job to fetch the model, with reasons."""
+    """Return the pools whose first engines wait for a Job to download the model, with reasons."""
     if rollout.stable.spec.model.source != service.spec.model.source:
         return {}
 
@@ -72,7 +72,7 @@ def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) ->
 def all_engines(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> list[Manifest]:
-    """Return the objects with the rollout's state, the canary's engines and the stable engines."""
+    """Return the objects for the rollout's state, the canary's engines and the stable engines."""
     objects = rollout_objects(service, rollout, settings)
     # Running pods keep their mounts until they are replaced.
     had_adapters = rollout.stable.spec.serves_adapters
@@ -105,7 +105,7 @@ def all_engines(
 
 
 def with_stop(item: Manifest) -> Manifest:
-    """Return an object of a pool, with the stop annotation if it is a StatefulSet."""
+    """Return an object of a pool, and add the stop annotation if it is a StatefulSet."""
     if item["kind"] != "StatefulSet":
         return item
     annotations = item["metadata"].get("annotations", {}) | stop_annotation(True)
@@ -113,7 +113,7 @@ def with_stop(item: Manifest) -> Manifest:
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
-    """Return an object of a pool, with replicas reduced by the engines that a canary replaces."""
+    """Return an object of a pool, and subtract engines that a canary replaces from its replicas."""
     if not places or item["kind"] != "StatefulSet":
         return item
     missing = places * (pool.nodes - 1) if is_follower(item) else places
@@ -130,7 +130,7 @@ def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
 def resized_engines(
     service: Service, pools: Iterable[str], observed: Observed, places: int = 0
 ) -> list[Manifest]:
-    """Return the live StatefulSets of pools whose number of pods differs from the plan.
+    """Return the live StatefulSets of pools with the wrong number of pods, resized as planned.
 
     Args:
         places: the number of each pool's engines that a canary replaces.
@@ -156,7 +156,7 @@ def resized_engines(
 
 
 def paused_scalers(service: Service, observed: Observed) -> list[Manifest]:
-    """Return the live ScaledObjects that must be paused or resumed, with no other change."""
+    """Return the live ScaledObjects that must be paused or resumed, with only that change."""
     scalers = []
     for name in service.spec.pools:
         key = ObjectKey(SCALED_OBJECT, naming.pool_name(service.name, name))
@@ -172,10 +172,10 @@ def paused_scalers(service: Service, observed: Observed) -> list[Manifest]:
 def outdated_followers(
     service: Service, desired: Iterable[Manifest], pods: Sequence[LiveObject]
 ) -> list[LiveObject]:
-    """Return the follower pods to delete, because only their leader has the new revision.
+    """Return the follower pods to delete because their leader already has the new revision.
 
-    Pods of one engine must have the same revision. The followers' StatefulSet has the update
-    strategy OnDelete, so the operator must delete outdated followers.
+    All pods of an engine must have the same revision. The followers' StatefulSet uses the update
+    strategy OnDelete, so the operator must delete outdated followers itself.
     """
     wanted = {
         item["metadata"]["name"]: group_revision(item["spec"]["template"])
@@ -208,9 +208,9 @@ def outdated_followers(
 def outdated_engines(
     service: Service, rollout: RolloutPlan, desired: Iterable[Manifest], observed: Observed
 ) -> list[LiveObject]:
-    """Return the engine pods with an older template that the operator deletes now.
+    """Return the engine pods with an outdated template that the operator should delete now.
 
-    The engine that the StatefulSet controller itself replaces next is not included.
+    The engine that the StatefulSet controller will replace next by itself is not included.
     """
     wanted = {key_of(item): item for item in desired}
     outdated: list[LiveObject] = []
@@ -238,6 +238,9 @@ def _pod_to_delete(pod: Mapping[str, Any]) -> LiveObject:
 
 
 def group_revision(pod: Manifest) -> str:
-    """Return the group revision of a pod or pod template (empty for engines of a single pod)."""
+    """Return the revision that a pod or template shares with its engine's other pods.
+
+    The result is empty for single-pod engines.
+    """
     annotations = pod["metadata"].get("annotations") or {}
     return str(annotations.get(naming.GROUP_REVISION, ""))

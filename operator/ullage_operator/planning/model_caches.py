@@ -1,8 +1,8 @@
-"""Tracks the warming of a service's shared model caches, and the pools that wait for it. Pure.
+"""Tracks how shared model caches are filled, and which pools wait for them. Pure.
 
-A Job fetches the model into a claim. New engines and canaries wait for the Job. If the Job fails or
-cannot be created, engines start without it and fetch the model themselves. The status records a
-filled claim, because Kubernetes removes the Job later.
+A Job downloads the model into a claim. New engines and canaries wait for the Job. If the Job fails
+or cannot be created, engines start anyway and download the model themselves. The status records
+which claims are filled, because Kubernetes removes finished Jobs.
 """
 
 import json
@@ -26,7 +26,7 @@ FETCHING = "Fetching"
 FETCHED = "Fetched"
 FAILED = "Failed"
 RECHECK_S = 10.0
-"""Seconds after which the operator requests a running Job's progress again."""
+"""Seconds between two requests for a running Job's progress."""
 _LONGEST = 512
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -34,12 +34,12 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FetchObservation:
-    """Observations about the Jobs that fetch models, which the Job objects do not contain."""
+    """Observations about the Jobs that download models, beyond what the Job objects contain."""
 
     sees_jobs: bool = False
     """Whether the operator can list Jobs. If it cannot, engines do not wait for Jobs."""
     pods: Sequence[LiveObject] = ()
-    """Pods of the Jobs that fetch models."""
+    """Pods of the Jobs that download models."""
     progress: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Download progress that running pods report, by the name of their Job."""
 
@@ -65,7 +65,7 @@ class CacheState:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether a Job should exist. A filled claim needs no Job."""
+        """Return whether a Job should exist, which is not the case for a filled claim."""
         return self.phase != FETCHED
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def cache_states(
     status: Mapping[str, Any],
     now: datetime,
 ) -> list[CacheState]:
-    """Return the state of each claim that the spec asks to warm.
+    """Return the state of each claim that the spec asks to pre-fill with a model.
 
     Args:
         objects: the live objects of the service.
@@ -115,7 +115,7 @@ def waiting_pools(states: Iterable[CacheState]) -> dict[str, str]:
 
 
 def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
-    """Return the condition ModelCacheWarm (no condition for a service without claims to warm)."""
+    """Return the condition ModelCacheWarm (none for a service without claims to pre-fill)."""
     if not states:
         return []
     failed = [state for state in states if state.phase == FAILED]
@@ -157,8 +157,8 @@ def _without_job(
 ) -> CacheState:
     """Return the state of a claim that has no Job.
 
-    If the status already reported a missing Job, the Job cannot be created, and engines do not
-    wait. Engines also do not wait while a failed Job that was removed is created again.
+    If the last status already reported the Job as missing, the Job cannot be created and engines do
+    not wait for it. They do not wait either if a previous Job failed and is being recreated.
     """
     phase = before.get("phase")
     message = "its Job does not exist; see the condition Degraded or MissingPermission"
@@ -206,7 +206,7 @@ def _state_of_job(
 
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recorded status of a claim (empty if it is for another claim, model or store)."""
+    """Return the recorded status of a claim (empty if that was another claim, model or bucket)."""
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})
@@ -217,7 +217,7 @@ def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _job_of(cache: SharedCache, objects: Iterable[LiveObject]) -> LiveObject | None:
-    """Return the newest Job for a claim and its model."""
+    """Return the newest Job that downloads the cache's model into its claim."""
     jobs = [item for item in objects if item["kind"] == "Job" and _is_for(item, cache)]
     jobs.sort(key=lambda item: str(item["metadata"].get("creationTimestamp", "")))
     return jobs[-1] if jobs else None
@@ -263,7 +263,7 @@ def _terminated(pods: Iterable[LiveObject]) -> list[str]:
 
 
 def _report(pods: Iterable[LiveObject]) -> dict[str, Any]:
-    """Return the download report of the newest pod that ended."""
+    """Return the download report of the newest terminated pod."""
     for text in reversed(_terminated(pods)):
         if report := parse_progress(text):
             return report
@@ -276,7 +276,7 @@ def _ended_with(pods: Iterable[LiveObject]) -> str:
 
 
 def parse_progress(text: str | bytes) -> dict[str, Any]:
-    """Return the progress of a download from JSON text (empty for any other text)."""
+    """Parse the progress of a download from JSON text (empty for any other text)."""
     try:
         report = json.loads(text)
     except ValueError:

@@ -39,15 +39,15 @@ class Observed:
     pods: Sequence[LiveObject] = ()
     """Pods of the service."""
     lost_nodes: frozenset[str] = frozenset()
-    """Nodes of the service's pods that do not answer (empty if the operator may not read nodes)."""
+    """Unresponsive nodes with pods of the service (empty if the operator may not read nodes)."""
     warnings: Warnings = field(default_factory=dict)
-    """Latest warnings about pods that do not start and workloads without pods, by uid."""
+    """Latest warning Events about pods that fail to start and workloads without pods, by uid."""
     pressure_levels: PressureLevels = field(default_factory=dict)
     """Memory pressure of the engines that report to the operator, by pool."""
     engine_health: Mapping[str, EngineHealth] = field(default_factory=dict)
     """Health of the engines that report to the operator, by the pods' uid."""
     unreachable_pools: frozenset[str] = frozenset()
-    """Pools with engines that neither report to the operator nor answer any router."""
+    """Pools with engines that neither report to the operator nor are reachable by any router."""
     restarts: Sequence[RestartEvent] = ()
     """Restarts of engine pods in the last hour."""
     serves: frozenset[str] = frozenset()
@@ -59,27 +59,27 @@ class Observed:
     unapplied: tuple[PodProblem, ...] = ()
     """Problems with objects that could not be written."""
     refused: tuple[Problem, ...] = ()
-    """Problems with the declared spec, if the operator carries out the last valid spec instead."""
+    """Problems with the declared spec, if the operator falls back to the last valid spec."""
     undefined: tuple[str, ...] = ()
-    """Fields that have no default in the cluster's installed CRD."""
+    """Fields for which the cluster's installed CRD has no default."""
     challenger: str = ""
-    """Name of another operator that watches the service but leaves it to this operator."""
+    """Name of another operator that watches the service but leaves managing it to this operator."""
     fetches: FetchObservation = field(default_factory=FetchObservation)
-    """Observations of the Jobs that fetch models into shared claims."""
+    """Observations of the Jobs that download models into shared claims."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The current status of the service."""
     is_rollout_readable: bool = True
-    """Whether the operator can read the ConfigMap with the state of the rollout."""
+    """Whether the operator can read the ConfigMap that stores the state of the rollout."""
     may_begin_rollout: bool = True
-    """Whether the rollout queue admits a rollout that starts without an edit of the service."""
+    """Whether the rollout queue lets the service start a rollout not triggered by an edit."""
     may_yield: bool = True
-    """Whether the service's next pod would get the resources that another of its pods frees."""
+    """Whether resources freed by one of the service's pods would go to its next pod."""
     rollout_annotation: str = ""
-    """Value of the service's annotation with a command for the rollout."""
+    """Value of the service's annotation that controls the rollout, for example `pause`."""
     canary_samples: Sequence[CanarySample] = ()
-    """Request counts of a canary and its baseline, from the routers that answered."""
+    """Request counts of a canary and of its baseline, from the routers that responded."""
     unanswered: tuple[str, ...] = ()
-    """Addresses of routers that did not answer a request for samples, each with the reason."""
+    """Addresses of routers that did not respond when asked for request counts, with the reasons."""
     scaling: ScalingDecisions = NO_DECISIONS
     """Decisions about the number of engines, for pools that the operator scales."""
 
@@ -99,7 +99,7 @@ def canary_pods(observed: Observed) -> list[LiveObject]:
 
 
 def stable_pods(observed: Observed) -> list[LiveObject]:
-    """Return all pods except those of a canary, which do not affect the service's readiness."""
+    """Return all pods except the canary's, which do not affect the service's readiness."""
     return [pod for pod in observed.pods if not is_canary(pod)]
 
 

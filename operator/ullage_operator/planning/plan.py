@@ -54,7 +54,7 @@ class ServicePlan:
     status: Manifest
     rollout: RolloutPlan
     healing: RestartDecision
-    """Pods to restart, after the status that counts these restarts has been written."""
+    """Pods to restart once the status that counts these restarts has been written."""
     recheck_s: float | None = None
     """Maximum number of seconds until the next reconciliation, or None for no limit."""
 
@@ -72,8 +72,8 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
 
     Raises:
         InvalidManifest: a pod template sets a field that the operator itself sets. Templates of
-            releases that engines already run are not checked. In those templates, the operator's
-            fields have precedence.
+            releases that engines already run are not checked. There the operator's fields simply
+            take precedence.
     """
     if problems := list(dict.fromkeys(template_conflicts(service, settings))):
         raise InvalidManifest(problems)
@@ -125,7 +125,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
 
 
 def plan_sizes(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
-    """Return a plan that changes only the sizes of a service's pools.
+    """Return a plan that only resizes a service's pools.
 
     The operator falls back to this plan if no complete spec of the service is known.
     """
@@ -156,7 +156,7 @@ def _has_canary(service: Service, pool: str, observed: Observed) -> bool:
 
 
 def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Manifest:
-    """Return the status after the operator applied the plan, in whole or in part."""
+    """Return the status to write after the plan was applied, completely or in part."""
     service = with_replicas(service, observed.objects, observed.scaling)
     return status_of(service, plan.rollout, observed, plan.healing)
 
@@ -164,7 +164,7 @@ def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Man
 def restart_decision(service: Service, observed: Observed) -> RestartDecision:
     """Return the engine pods to restart now and later.
 
-    The pods of a canary are excluded, because the rollout handles them.
+    Pods of a canary are excluded, because the rollout handles them.
     """
     return decide_restarts(
         service.spec.healing,
@@ -178,10 +178,10 @@ def restart_decision(service: Service, observed: Observed) -> RestartDecision:
 
 
 def _recheck_times_s(service: Service, healing: RestartDecision, observed: Observed) -> list[float]:
-    """Return the seconds until each time at which the plan may change without an event.
+    """Return the delays, in seconds, after which the plan may change even without an event.
 
     For example, a restart may become due, a pod may become stable, a missing pod may become a
-    problem, or a node must be read again.
+    problem, or a node may have to be checked again.
     """
     stable = (stable_in_s(pod, observed.now) for pod in observed.pods)
     nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
@@ -201,8 +201,8 @@ def router_roll(
 ) -> RouterRoll:
     """Decide which router objects to apply now.
 
-    If the router's pod template changes only because the operator was upgraded, the change waits
-    for the service's turn in the rollout queue.
+    A pod template that changed only because the operator was upgraded waits for the service's turn
+    in the rollout queue.
     """
     file = _router_file(service, rollout, observed)
     deployment = observed.objects.get(ObjectKey("Deployment", naming.router_name(service.name)))
@@ -229,8 +229,8 @@ def wanted_objects(
 ) -> list[Manifest]:
     """Return the objects of a service, in the order to apply them.
 
-    The state of the rollout comes first, because every later step relies on this state. Engines
-    come before routers, so that a router can resolve its targets when it starts.
+    The state of the rollout comes first, because every later step depends on it. Engines come
+    before routers, so that a router can resolve its targets when it starts.
     """
     if rollout.is_known:
         objects = all_engines(service, rollout, observed, settings)
@@ -257,8 +257,8 @@ def left_to_router_scaler(
 def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> str:
     """Return the rollout file that the routers read.
 
-    While the state of the rollout is unknown, the live file is kept. Only the field that marks a
-    stopped service may change.
+    While the state of the rollout is unknown, the live file is kept, except for the field that
+    marks a stopped service.
     """
     key = ObjectKey("ConfigMap", naming.router_name(service.name))
     live_file = observed.objects.get(key, {}).get("data", {}).get(naming.ROLLOUT_FILE)

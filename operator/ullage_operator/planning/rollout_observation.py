@@ -1,4 +1,4 @@
-"""Selects the observations of a service that its rollout depends on. Pure."""
+"""Extracts from a service's observations what its rollout depends on. Pure."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -30,7 +30,7 @@ from ullage_operator.rollout.stages import PROMOTED, RolloutProgress, RolloutSta
 LiveObject = dict[str, Any]
 
 SEEK = timedelta(minutes=10)
-"""Maximum time for which other services' rollouts wait for a service with unschedulable pods."""
+"""Maximum time that other services' rollouts wait for a service with unschedulable pods."""
 
 
 def observe_rollout(observed: Observed) -> RolloutObservation:
@@ -64,9 +64,10 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
 
 
 def roomless_pools(observed: Observed) -> dict[str, float]:
-    """Return, by pool, the seconds for which a canary's pods have been unschedulable.
+    """Return, by pool, for how many seconds a canary's pods have been unschedulable.
 
-    Only pools with an engine that would free enough resources for such a pod are included.
+    Only pools where stopping a stable engine would free enough resources for such a pod are
+    included.
     """
     waits: dict[str, float] = {}
     for pod in canary_pods(observed):
@@ -83,9 +84,9 @@ def roomless_pools(observed: Observed) -> dict[str, float]:
 
 
 def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) -> bool:
-    """Return whether pods of a canary, or of engines after its promotion, still wait for nodes.
+    """Return whether a canary's pods, or engines after its promotion, still wait for nodes.
 
-    The result is false after `SEEK`, so that other services do not wait any longer.
+    After `SEEK`, the result is false, so that other services stop waiting.
     """
     if observed.now - progress.since > SEEK:
         return False
@@ -101,13 +102,13 @@ def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) 
 
 
 def lacks_room(observed: Observed) -> bool:
-    """Return whether an engine is unschedulable, but has been so for less than `SEEK`."""
+    """Return whether an engine is unschedulable and has been for less than `SEEK`."""
     waits = [roomless_s(pod, observed.now) for pod in observed.pods if pool_of(pod)]
     return any(wait_s is not None and wait_s < SEEK.total_seconds() for wait_s in waits)
 
 
 def engine_reports(observed: Observed) -> list[EngineReport]:
-    """Return the restarts and worker losses of engine pods."""
+    """Return the container restarts and lost workers of each engine pod."""
     engines = [pod for pod in observed.pods if pool_of(pod)]
     present = [pod for pod in engines if "deletionTimestamp" not in pod["metadata"]]
     return [_engine_report(pod, observed) for pod in present]

@@ -1,12 +1,11 @@
-"""Chooses the spec that the operator carries out: the declared one or the last valid one. Pure.
+"""Chooses which spec the operator applies: the declared one or the last valid one. Pure.
 
-An invalid edit changes nothing. The operator continues to scale, wake and heal the service by the
-last valid spec, and reports the invalid fields. The ConfigMap with the state of the rollout keeps
-the last valid spec, with hashes instead of the values of environment variables.
+An invalid edit has no effect. The operator reports the invalid fields and keeps scaling, waking and
+healing the service according to the last valid spec. That spec is kept in the ConfigMap that stores
+the state of the rollout, with hashes instead of the values of environment variables.
 
-Services of an older operator may have no kept spec. The operator then leaves their live objects
-unchanged, except for the number of pods. The number of pods follows the readable autoscaling fields
-of each pool.
+Services managed by an older operator may have no kept spec. The operator then changes nothing but
+the number of pods, which follows whichever autoscaling fields of each pool are readable.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ from ullage_operator.rollout.sealing import sealed_section, unsealed_section
 _logger = logging.getLogger(__name__)
 
 _SEALED = ("pools", "router")
-"""Sections of a spec that have environment variables."""
+"""Sections of a spec that may contain environment variables."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -43,20 +42,20 @@ class Declared:
     """The result of reading a declared service."""
 
     service: Service | None
-    """The parsed service, or None if it cannot be carried out."""
+    """The parsed service, or None if its spec cannot be applied."""
     problems: tuple[Problem, ...] = ()
-    """Problems that prevent the operator from carrying out the service."""
+    """Problems that prevent the operator from applying the spec."""
     filled: tuple[str, ...] = ()
-    """Fields that have no default in the cluster's installed CRD."""
+    """Fields for which the cluster's installed CRD has no default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The service with the spec that the operator carries out."""
+    """The service with the spec that the operator applies."""
 
     service: Service
     is_partial: bool = False
-    """Whether only the sizes of pools are known, so that all else stays unchanged."""
+    """Whether only the sizes of pools are known, so that everything else stays unchanged."""
 
 
 def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASES) -> Declared:
@@ -88,9 +87,9 @@ def _dropped(path: str, value: Any) -> Problem:
 def standing(
     manifest: Mapping[str, Any], declared: Declared, observed: Observed, settings: Settings
 ) -> Standing | None:
-    """Return the spec to reconcile, or None if there is none.
+    """Return the service with the spec to reconcile, or None if there is none.
 
-    A valid declared spec takes precedence. Otherwise the spec that already serves is returned.
+    A valid declared spec takes precedence. Otherwise the spec that is already being served is used.
     """
     if declared.service:
         return Standing(declared.service)
@@ -114,7 +113,7 @@ def standing(
 
 
 def plan_standing(stands: Standing, observed: Observed, settings: Settings) -> ServicePlan:
-    """Return the plan for the spec that the operator carries out."""
+    """Return the plan for the spec that the operator applies."""
     if stands.is_partial:
         return plan_sizes(stands.service, observed, settings)
     return _with_kept_spec(plan(stands.service, observed, settings), stands.service)
@@ -134,8 +133,8 @@ def _with_kept_spec(planned: ServicePlan, service: Service) -> ServicePlan:
 def dump(spec: Spec) -> str:
     """Serialise a spec as text for a ConfigMap.
 
-    More people may read ConfigMaps than services. The values of environment variables may be
-    secrets, so the text has hashes instead.
+    The values of environment variables are replaced with hashes. They may be secrets, and more
+    people may be allowed to read ConfigMaps than services.
     """
     document = to_api(spec)
     document |= {name: sealed_section(document[name]) for name in _SEALED}
@@ -143,7 +142,7 @@ def dump(spec: Spec) -> str:
 
 
 def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
-    """Return the kept spec with fields that a newer CRD adds (empty if no spec was kept)."""
+    """Return the kept spec, with defaults for fields of a newer CRD (empty if none was kept)."""
     name = naming.rollout_name(manifest["metadata"]["name"])
     data = observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
     definition = schema.load_schema()["properties"]["spec"]
@@ -161,10 +160,10 @@ def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
 def _unsealed(
     kept: Mapping[str, Any], manifest: Mapping[str, Any], observed: Observed
 ) -> dict[str, Any]:
-    """Return a kept spec with the values of its environment variables instead of their hashes.
+    """Return a kept spec in which hashes are replaced with the values of environment variables.
 
     Raises:
-        KeyError: neither the declared spec nor a live workload has a value.
+        KeyError: the value for a hash is in neither the declared spec nor a live workload.
     """
     workloads = (
         item for key, item in observed.objects.items() if key.kind in ("Deployment", "StatefulSet")
@@ -196,16 +195,16 @@ def _without_templates(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _READ_ANYHOW = (("stop",), ("tls",), ("healing",), ("router", "replicas"))
-"""Paths in a spec to fields that determine how the operator reaches and treats live pods."""
+"""Paths to spec fields that determine how the operator connects to and handles live pods."""
 
 
 def _salvaged(
     manifest: Mapping[str, Any], pools: Mapping[str, LiveObject], observed: Observed
 ) -> Service:
-    """Return a service that describes the live objects, so that they stay unchanged.
+    """Reconstruct a service from its live objects, so that planning leaves them unchanged.
 
-    The service has the live pools with their live sizes. Its autoscaling and healing come from the
-    readable fields of the declared spec.
+    The result has the live pools with their live sizes. Autoscaling and healing come from whichever
+    fields of the declared spec are readable.
     """
     metadata = manifest["metadata"]
     paths: list[Sequence[str]] = [*_READ_ANYHOW]
@@ -225,7 +224,7 @@ def _salvaged(
 def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, str]:
     """Return a role for each live pool.
 
-    A pool gets its declared role if the role is readable and no other pool has the same role.
+    A pool gets its declared role if it is readable and no other pool has the same role.
     """
     roles: dict[str, str] = {}
     for pool in pools:
@@ -249,7 +248,7 @@ def _size_of(service: str, pool: str, observed: Observed) -> Manifest:
 def _with_readable(
     metadata: Mapping[str, Any], spec: Manifest, path: Sequence[str], value: Any
 ) -> Manifest:
-    """Return a spec with a section of the declared spec, or with the section's readable fields."""
+    """Return a spec with a section copied from the declared spec, or its readable fields only."""
     if value is None:
         return spec
     candidate = _replaced(spec, path, value)

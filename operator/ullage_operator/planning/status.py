@@ -54,7 +54,7 @@ Manifest = dict[str, Any]
 
 ROUTER_WAITS = "the operator's new routers wait until fewer services are being rolled out"
 INVALID_SPEC = "InvalidSpec"
-"""Reason of conditions of a service whose declared spec cannot be carried out."""
+"""Reason of conditions of a service whose declared spec cannot be applied."""
 _KEEPS_SPEC = ". Until that is corrected, the operator carries out the previous spec"
 
 
@@ -120,7 +120,7 @@ def status_of(
 def service_problems(
     service: Service, rollout: RolloutPlan, observed: Observed, healing: RestartDecision
 ) -> list[PodProblem]:
-    """Return all problems of a service except those of a canary's pods."""
+    """Return all problems of a service, except those of its canary's pods."""
     pods = workload_pods(service, observed)
     return [
         *refused_edit(observed.refused),
@@ -133,7 +133,7 @@ def service_problems(
 
 
 def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
-    """Return the problems of an invalid edit, if the operator carries out the previous spec."""
+    """Return the problems of an invalid edit, if the operator keeps applying the previous spec."""
     if not problems:
         return []
     message = "; ".join(map(str, problems))
@@ -141,7 +141,7 @@ def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
 
 
 def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]:
-    """Return a problem for each pool whose device claims the API server removed from the pods."""
+    """Return a problem for each pool from whose pods the API server dropped the device claims."""
     stable = rollout.stable
     problems = []
     for name, pool in stable.spec.pools.items():
@@ -193,7 +193,7 @@ def adapter_reports(observed: Observed) -> Reports:
 
 
 def warned_objects(service: Service, observed: Observed) -> list[str]:
-    """Return the uids of the pods and workloads whose Events may explain why pods do not start."""
+    """Return the uids of pods and workloads whose Events may explain why pods do not start."""
     pods = [pod for pod in observed.pods if is_unmounted(pod, observed.now)]
     workloads = workload_pods(service, observed)
     lacking = lacking_workloads(workloads, observed.status, observed.now)
@@ -250,7 +250,7 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
 def fetching_condition(
     service: Service, rollout: RolloutPlan, observed: Observed
 ) -> Condition | None:
-    """Return the condition for engines that wait for a Job to fetch their model, or None."""
+    """Return the condition for engines that wait for a Job to download their model, or None."""
     unbegun = unbegun_pools(service, rollout, observed)
     messages = [f"pool {name} {why}" for name, why in unbegun.items()]
     return Condition(PROGRESSING, True, MODEL_FETCHING, "; ".join(messages)) if messages else None
@@ -269,7 +269,7 @@ def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
 def with_canary_engines(
     service: Service, pool: Workload, rollout: RolloutPlan, observed: Observed
 ) -> Workload:
-    """Return a pool's workload, which counts the canary's ready engines as ready."""
+    """Return a pool's workload, counting ready engines of the canary as ready."""
     if pool.name not in rollout.pools:
         return pool
     name = naming.pool_name(service.name, naming.canary_pool(pool.name))
@@ -278,7 +278,7 @@ def with_canary_engines(
 
 
 def scale_status(service: Service, pools: Mapping[str, Workload]) -> Manifest:
-    """Return the status fields of the scale subresource, which reports the default pool."""
+    """Return the status fields behind the scale subresource, which covers the default pool."""
     first = next(iter(service.spec.pools))
     match = naming.selector(service.name, naming.ENGINE, first)
     return {"replicas": pools[first].exist, "selector": naming.selector_text(match)}

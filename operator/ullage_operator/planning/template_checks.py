@@ -40,7 +40,7 @@ def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem
 
 
 def kv_folder_problems(service: Service, pool_name: str, pool: PoolSpec) -> Iterator[Problem]:
-    """Yield problems if the folder of a pool's file tier conflicts with mounts of its pods."""
+    """Yield a problem for each conflict between a file tier's folder and the pods' mounts."""
     file = pool.memory.tiers.file
     if file is None:
         return

@@ -1,5 +1,5 @@
-"""Decides which engine pods to restart, which nodes may be lost, and how many engines a pool has.
+"""Decides which engine pods to restart, which nodes may be lost, and how to size pools.
 
-The decisions have no side effects. The healer and the autoscaler in `controller` measure and act.
-This package depends on neither manifests nor rollouts.
+The decisions have no side effects. The healer and the autoscaler in `controller` take the
+measurements and carry out the decisions. This package depends on neither manifests nor rollouts.
 """

@@ -1,4 +1,4 @@
-"""Decides which engines' headroom reports to follow, and summarises the reports. Pure."""
+"""Decides which engines' headroom reports to subscribe to, and summarises the reports. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,33 +19,33 @@ SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
 TRIAL_INTERVAL_MS = 1_000
 """Minimum time between two reports of a canary's engine, in milliseconds.
 
-The interval is short, because the operator must learn of a crash before it promotes the canary.
+The interval is short, so that the operator learns of a crash before it promotes the canary.
 """
 FRESH_S = 10.0
 """Seconds after which a report of a canary's engine is too old for the analysis."""
 
 PressureLevels = Mapping[str, int]
-"""Highest memory pressure level of the reporting engines, by pool."""
+"""Highest memory pressure level among the reporting engines, by pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
     """The latest report of one engine.
 
-    Ages are in seconds, and count only the time for which the operator has run.
+    Ages are in seconds and exclude time when the operator was not running.
     """
 
     pool: str
     report: headroom_pb2.Headroom | None = None
     """The last report, or None if the operator has not received a report yet."""
     known_s: float = 0.0
-    """Seconds since the operator first saw the engine started."""
+    """Seconds since the operator first saw that the engine had started."""
     silent_s: float = 0.0
-    """Seconds since the last report, or since the operator began to follow the engine."""
+    """Seconds since the last report, or since the operator subscribed to the engine's reports."""
     unhealthy_s: float = 0.0
-    """Seconds for which the reported health has been below the service's minimum."""
+    """Seconds for which the engine has reported a health below the service's minimum."""
     trouble: str = ""
-    """Error of the engine's stream (empty while reports arrive)."""
+    """Error of the engine's report stream (empty while reports arrive)."""
 
 
 def pressure_by_pool(
@@ -67,14 +67,15 @@ def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
 
     Args:
         engines: the engines of the pool.
-        before: the number in the service's status, returned until every engine has reported.
+        before: the number in the service's status, which is returned until every engine has
+            reported.
     """
     reports = [engine.report for engine in engines]
     return sum(each.worker_restarts for each in reports if each) if all(reports) else before
 
 
 def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
-    """Return the number of engines that run smaller batches because their GPUs are throttled.
+    """Return the number of engines that have reduced their batch size because of throttled GPUs.
 
     Args:
         engines: the engines of the pool.
@@ -86,7 +87,7 @@ def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
 
 
 def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
-    """Return Events for pools whose number of throttled engines rose, or fell to zero.
+    """Return Events for pools whose number of throttled engines increased or dropped to zero.
 
     Args:
         before: the previous status of the service.
@@ -110,7 +111,7 @@ def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Eve
 
 
 def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
-    """Return Events for workers that were restarted.
+    """Return Events for worker restarts between two statuses.
 
     Args:
         before: the previous status of the service.
@@ -132,7 +133,7 @@ def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 @dataclass(frozen=True, slots=True)
 class EngineTarget:
-    """An engine whose headroom reports the operator follows."""
+    """An engine to whose headroom reports the operator subscribes."""
 
     pool: str
     address: str
@@ -142,7 +143,7 @@ class EngineTarget:
 
 
 def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTarget]:
-    """Return the started engines whose reports to follow, by the pods' uid."""
+    """Return the started engines whose reports to subscribe to, by pod uid."""
     return {
         pod["metadata"]["uid"]: EngineTarget(
             pool_of(pod),
@@ -165,5 +166,8 @@ def is_terminating(pod: Pod) -> bool:
 
 
 def silent_pools(engine_health: Iterable[EngineHealth], silent_after: float) -> frozenset[str]:
-    """Return the pools with a silent engine, for which the operator also queries the routers."""
+    """Return the pools with a silent engine.
+
+    The operator then asks the routers whether they can still reach these pools.
+    """
     return frozenset(v.pool for v in engine_health if v.report and v.silent_s >= silent_after)

@@ -16,9 +16,9 @@ from ullage_operator.conditions.pods import (
 Pod = Mapping[str, Any]
 
 DOUBT_AFTER_S = 20.0
-"""Seconds after which a started pod that is not ready may have lost its node."""
+"""Seconds of unreadiness after which a started pod may have lost its node."""
 NODE_CHECK_S = 15.0
-"""Seconds between two reads of a node that may be lost."""
+"""Seconds between two checks of a node that may be lost."""
 
 
 def elapsed_s(at: datetime | None, now: datetime) -> float:
@@ -28,14 +28,14 @@ def elapsed_s(at: datetime | None, now: datetime) -> float:
 def doubtful_nodes(pods: Iterable[Pod], now: datetime) -> frozenset[str]:
     """Return the nodes that may be lost, judging by the state of their pods.
 
-    Such a node has pods that should have terminated already, or that have started but are not
-    ready.
+    A node may be lost if it has pods that should have terminated already, or pods that started but
+    are not ready.
     """
     return frozenset(node_of(pod) for pod in pods if node_of(pod) and _doubtful_in_s(pod, now) == 0)
 
 
 def node_wait_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds until a pod's node should be read, or None while the pod is healthy."""
+    """Return the seconds until a pod's node should be checked, or None while the pod is healthy."""
     wait_s = _doubtful_in_s(pod, now) if node_of(pod) else None
     return NODE_CHECK_S if wait_s == 0 else wait_s
 
@@ -51,7 +51,7 @@ def _doubtful_in_s(pod: Pod, now: datetime) -> float | None:
 
 
 def is_lost(node: Mapping[str, Any] | None) -> bool:
-    """Return whether a node is gone or does not answer."""
+    """Return whether a node was deleted or does not respond."""
     if node is None:
         return True
     listed = node.get("status", {}).get("conditions", ())

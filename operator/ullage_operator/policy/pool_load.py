@@ -1,4 +1,4 @@
-"""Sums the load of a pool from the reports of its routers. Pure."""
+"""Aggregates the load of a pool from the reports of all routers. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,43 +8,43 @@ import msgspec
 from ullage_common.wire.load_report import PoolReport
 
 LATE_WINDOW_S = 60.0
-"""Seconds over which routers count first tokens."""
+"""Window in seconds over which routers count first tokens."""
 RouterReport = Mapping[str, PoolReport]
 """Reports of one router, by pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLoad:
-    """The load of one pool, summed over all its routers."""
+    """The load of one pool, aggregated over all routers."""
 
     ready: int = 0
     """Number of engines that accept requests."""
     capacity: int = 0
-    """KV memory of these engines, in bytes."""
+    """Total KV memory of these engines, in bytes."""
     claimed: int = 0
-    """Bytes of the capacity that are in use or reserved by prediction."""
+    """Bytes of the capacity that are in use or reserved according to predictions."""
     waiting: int = 0
-    """Bytes that queued requests wait for."""
+    """Bytes of KV memory that queued requests are waiting for."""
     queue_s: float = 0.0
-    """Longest time that a request has waited, in seconds."""
+    """Longest time that a queued request has been waiting, in seconds."""
     answered: int = 0
     """Number of first tokens within the last `LATE_WINDOW_S`."""
     late: int = 0
-    """Number of these first tokens that came later than the objective."""
+    """Number of these first tokens that missed the latency objective."""
     active: int = 0
     """Number of running and waiting requests."""
     wanted: int = 0
-    """Number of requests that arrived while the pool slept, and were held or sent elsewhere."""
+    """Number of requests that arrived while the pool slept and that were held or sent elsewhere."""
     idle_s: float = 0.0
     """Seconds since the last request."""
     is_partial: bool = False
-    """Whether some router did not answer."""
+    """Whether at least one router did not respond."""
 
 
 def parse_reports(body: bytes) -> list[RouterReport]:
     """Parse the load reports of a router.
 
-    A router has one report. A router of 0.1.0 with several processes has several reports.
+    A router sends one report. A router of version 0.1.0 sends one for each of its processes.
 
     Raises:
         ValueError: the body is not a list of reports.
@@ -61,13 +61,13 @@ def is_wanted(reports: Iterable[RouterReport]) -> bool:
 def pool_load(name: str, reports: Iterable[RouterReport], is_partial: bool) -> PoolLoad:
     """Return the load of one pool.
 
-    Engines report the same values to every router, so these values come from the router that sees
-    the most engines. Values that each router counts itself are summed.
+    Values reported by engines are the same at every router, so they are taken from the router that
+    sees the most engines. Values that each router counts itself are summed.
 
     Args:
         name: the name of the pool.
         reports: the reports of all routers.
-        is_partial: whether some router did not answer.
+        is_partial: whether at least one router did not respond.
     """
     pools = [report[name] for report in reports if name in report]
     if not pools:

@@ -1,7 +1,6 @@
-"""Sizes of pools, and the objects and annotations that record them. Pure.
+"""Determines the sizes of pools, and writes them to objects and annotations. Pure.
 
-The number of engines of a pool comes from its spec, from the operator's scaling decisions, or from
-KEDA.
+The number of engines of a pool is set by its spec, by the operator's scaling decisions, or by KEDA.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ Object = Mapping[str, Any]
 
 OWN = "ullage"
 KEDA = "keda"
-"""Values of `spec.pools.NAME.autoscaling.provider`: what decides the number of engines."""
+"""Values of `spec.pools.NAME.autoscaling.provider`: who decides how many engines a pool has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,9 @@ class ScalingDecisions:
     """The operator's scaling decisions, from measured load."""
 
     pools: Mapping[str, ScalingDecision]
-    """Decisions by pool. Pools that were not measured yet are missing."""
+    """Decisions by pool. Pools that have not been measured yet are missing."""
     problem: str = ""
-    """Reason why there are no measurements (empty while there are measurements)."""
+    """Reason why the load cannot be measured (empty while it can)."""
     changes: Mapping[str, "ScalingChange"] = field(default_factory=dict)
     """The last decision that changed a pool's number of engines, by pool."""
 
@@ -48,24 +47,24 @@ NO_DECISIONS = ScalingDecisions({})
 
 
 def autoscaling_of(pool: PoolSpec) -> AutoscalingSpec | None:
-    """Return the autoscaling of a pool, or None if it is off."""
+    """Return the autoscaling section of a pool, or None if autoscaling is off."""
     return pool.autoscaling if pool.autoscaling and pool.autoscaling.enabled else None
 
 
 def provider_of(pool: PoolSpec) -> str:
-    """Return the provider that decides a pool's number of engines (empty if the spec does)."""
+    """Return the autoscaling provider that sizes a pool (empty if the spec sets the size)."""
     scaling = autoscaling_of(pool)
     return scaling.provider if scaling else ""
 
 
 def may_sleep(pool: PoolSpec) -> bool:
-    """Return whether a pool may sleep, without engines until a request wakes it."""
+    """Return whether a pool may scale to zero engines and sleep until a request wakes it."""
     scaling = autoscaling_of(pool)
     return scaling is not None and scaling.min_replicas == 0
 
 
 def live_replicas(live: Object | None) -> int | None:
-    """Return a pool's number of engines, including engines that a canary replaces, or None.
+    """Return a pool's number of engines, counting those that a canary replaces, or None.
 
     The result is None if the pool has no StatefulSet.
     """
@@ -81,7 +80,8 @@ def canary_places(live: Object) -> int:
 def replicas(pool: PoolSpec, decision: ScalingDecision | None, live: int | None) -> int:
     """Return the number of engines that a pool should have now.
 
-    A new operator that has no scaling decisions yet keeps the StatefulSet's number of replicas.
+    An operator that has just started and has no scaling decisions yet keeps the StatefulSet's
+    current replicas.
     """
     scaling = autoscaling_of(pool)
     if scaling is None:
@@ -121,7 +121,7 @@ def with_replicas(
 def router_replicas(router: RouterSpec, live: Object | None) -> int:
     """Return the desired number of routers.
 
-    With a HorizontalPodAutoscaler, the result is the live number, limited to the spec's bounds.
+    With a HorizontalPodAutoscaler, the result is the live number, clamped to the spec's bounds.
     """
     scaling = router.autoscaling
     if scaling is None:
@@ -131,7 +131,7 @@ def router_replicas(router: RouterSpec, live: Object | None) -> int:
 
 
 def resized(live: Object, number: int, places: int = 0, is_stopped: bool = False) -> dict[str, Any]:
-    """Return a manifest that changes only the number of pods in a live workload.
+    """Return a manifest that only changes the number of pods of a live workload.
 
     Args:
         live: the live workload.
@@ -169,15 +169,18 @@ def was_stopped(live: Object | None) -> bool:
 def left_to_others(pool: PoolSpec, live: Object | None, is_stopped: bool = False) -> bool:
     """Return whether another controller sets the number of the StatefulSet's replicas.
 
-    KEDA does so once the StatefulSet exists, unless the service is stopped or is just starting
-    again.
+    KEDA does so once the StatefulSet exists, unless the service is stopped or is restarting after a
+    stop.
     """
     is_held = is_stopped or was_stopped(live)
     return provider_of(pool) == KEDA and live is not None and not is_held
 
 
 def own_policies(service: Service) -> dict[str, AutoscalingSpec]:
-    """Return the policies of pools that the operator scales (none for a stopped service)."""
+    """Return the autoscaling policies of pools that the operator itself scales, by pool.
+
+    The result is empty for a stopped service.
+    """
     if service.spec.stop:
         return {}
     scaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}

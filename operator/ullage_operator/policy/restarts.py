@@ -1,11 +1,11 @@
 """Decides which engine pods to restart, from pods, nodes and headroom reports. Pure.
 
-The engine's own supervisor restarts workers. The kubelet restarts containers that end or fail their
-liveness probe. Neither the supervisor nor the kubelet restarts a pod that started, stopped serving
-and stays unready. The operator deletes such a pod, so that its StatefulSet creates another pod.
+The engine's own supervisor restarts workers. The kubelet restarts containers that exit or fail
+their liveness probe. Neither of them restarts a pod that started, stopped serving and stays
+unready. The operator deletes such a pod, so that its StatefulSet creates a new one.
 
-An hourly budget, an exponential backoff and the limit of one pod per pool at a time bound the
-restarts. The last pod that serves is never deleted.
+Restarts are limited by an hourly budget, by an exponential backoff, and to one pod per pool at a
+time. The last serving pod is never deleted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,10 +34,10 @@ HOUR = timedelta(hours=1)
 HUNG_GRACE_S = 30
 """Termination grace period, in seconds, of a pod that hangs or does not serve.
 
-No request of such a pod would finish in a longer period, and the pod would keep its GPUs.
+A longer period would not let any of the pod's requests finish, but would keep its GPUs occupied.
 """
 FORCE_AFTER_S = 60.0
-"""Seconds by which a deletion on a lost node must be overdue before it is forced."""
+"""Seconds by which the deletion of a pod on a lost node must be overdue before it is forced."""
 
 Pod = Mapping[str, Any]
 
@@ -46,18 +46,18 @@ _UNKNOWN = EngineHealth(pool="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePod:
-    """The state of an engine pod that healing decisions depend on."""
+    """The state of an engine pod that restart decisions depend on."""
 
     name: str
     uid: str
     pool: str
     has_started: bool
-    """Whether the startup probe passed. A pod that still loads its model is never restarted."""
+    """Whether the startup probe passed. A pod that is loading its model is never restarted."""
     is_ready: bool
     not_ready_s: float = 0.0
-    """Seconds for which the operator has seen that the started pod is not ready."""
+    """Seconds for which the operator has seen the started pod unready."""
     not_ready_reason: str = ""
-    """The reason that the engine reports for not being ready (empty without one)."""
+    """The reason that the engine gives for not being ready (empty without one)."""
     has_reported: bool = False
     """Whether the engine has reported headroom since the pod started."""
     silent_s: float = 0.0
@@ -74,7 +74,7 @@ class EnginePod:
 
 @dataclass(frozen=True, slots=True)
 class RestartEvent:
-    """A restart of an engine pod that has happened."""
+    """A past restart of an engine pod."""
 
     pool: str
     pod: str
@@ -90,9 +90,9 @@ class Restart:
     reason: str
     message: str
     by_force: bool = False
-    """Whether to remove the pod without waiting for its node, which uses no restart budget."""
+    """Whether to remove the pod without waiting for its node. This does not use restart budget."""
     grace_s: int | None = None
-    """Grace period of the deletion in seconds, or None for the pod's own, which allows a drain."""
+    """Grace period of the deletion in seconds, or None for the pod's own, which lets it drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class RestartDecision:
     deferred: tuple[Restart, ...] = ()
     """Restarts that must wait. Each message gives the reason."""
     recheck_s: float | None = None
-    """Seconds until the next decision is due even without changes, or None if none is due."""
+    """Seconds until the next decision is due even if nothing changes, or None if none is due."""
 
 
 def decide_restarts(
@@ -120,8 +120,8 @@ def decide_restarts(
         pods: the engine pods of the service.
         history: the restarts of the service, at least those of the last hour.
         now: the current time, in UTC.
-        is_unreachable: pools that no router can reach. If an engine in such a pool sends no
-            reports, the fault is the engine's and not the operator's network.
+        is_unreachable: pools that no router can reach. A silent engine in such a pool is considered
+            broken. In any other pool, the operator's network may be at fault.
     """
     forced = tuple(map(_forced, filter(_is_lost, pods)))
     waits = [_until_forced(pod) for pod in pods]
@@ -168,7 +168,7 @@ def _decide_for_pool(
     now: datetime,
     is_unreachable: bool,
 ) -> RestartDecision:
-    """Choose at most one pod of a pool to restart. The next restart waits for the backoff."""
+    """Choose at most one pod of a pool to restart now. The next restart waits for the backoff."""
     diagnoses = [diagnosis for pod in pods if (diagnosis := _diagnose(policy, pod))]
     waits = [_due_s(policy, pod) for pod in pods]
     if not diagnoses:
@@ -190,7 +190,7 @@ def _decide_for_pool(
 
 
 def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
-    """Return the restart that a pod needs, or None while the pod starts, terminates or serves."""
+    """Return the restart that a pod needs, or None if it is starting, terminating or serving."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
 
@@ -213,7 +213,7 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
 
 
 def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
-    """Return the seconds until a pod may be due for a restart, or None for a pod that serves."""
+    """Return the seconds until a pod may need a restart, or None for a pod that serves."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:
@@ -229,7 +229,7 @@ def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
 def _why_spared(
     diagnosis: Restart, others: Sequence[EnginePod], diagnoses: set[str], is_unreachable: bool
 ) -> str | None:
-    """Return why a pod must not be restarted, for example because it is the last serving pod."""
+    """Return the reason not to restart a pod, for example because it is the last serving pod."""
     if not diagnosis.pod.is_ready:
         return None
     if any(pod.is_terminating or not pod.has_started for pod in others):
@@ -245,7 +245,7 @@ def _why_spared(
 
 
 def _wait(policy: HealingSpec, history: Sequence[datetime], now: datetime) -> tuple[float, str]:
-    """Return the seconds until the next restart of a pool is allowed, and the reason to wait."""
+    """Return the seconds until a pool's next restart is allowed, and the reason to wait."""
     if not history:
         return 0.0, ""
     if len(history) >= policy.restarts_per_hour:
@@ -257,9 +257,9 @@ def _wait(policy: HealingSpec, history: Sequence[datetime], now: datetime) -> tu
 
 
 def _explanation(reason: str, policy: HealingSpec) -> str:
-    """Return the message for a reason to wait.
+    """Return the message that explains why a restart is deferred.
 
-    The text contains no time, so that Kubernetes aggregates repetitions into one Event.
+    The text contains no times, so that Kubernetes aggregates repetitions into one Event.
     """
     match reason:
         case "RestartBudgetSpent":
@@ -288,7 +288,7 @@ def engine_pods(
     Args:
         pods: the pods of a service.
         engine_health: health of the engines, by the pods' uid.
-        lost_nodes: names of nodes that do not answer.
+        lost_nodes: names of nodes that do not respond.
         now: the current time, in UTC.
     """
     engines = (pod for pod in pods if pool_of(pod))
@@ -339,7 +339,7 @@ def restarts_status(
 ) -> list[dict[str, str]]:
     """Return the section `status.healing.restarts` of a service.
 
-    The status is written before a pod is deleted, so that every restart is counted.
+    The status is written before a pod is deleted, so that no restart goes uncounted.
     """
     new = [RestartEvent(c.pod.pool, c.pod.name, c.reason, now) for c in restarts if not c.by_force]
     kept = [each for each in history if each.at > now - HOUR]

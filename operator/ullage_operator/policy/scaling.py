@@ -2,15 +2,16 @@
 
     decide_replicas(policy, history, load, current, now) -> ScalingDecision, ScalingHistory
 
-The demand is the KV memory that predictions claim or requests wait for. Divided by the KV memory
-that an engine offers at the target utilisation, it gives the number of engines. If requests wait
-too long or the TTFT is too high at a lower utilisation, that utilisation becomes the target for a
-while. Warm spares are added to the demand, and the bounds are applied last.
+The demand is the KV memory that is in use, reserved by predictions or requested by waiting
+requests. Dividing it by the KV memory that one engine provides at the target utilisation gives the
+number of engines. If requests wait too long or the TTFT is too high at a utilisation below the
+target, the target is lowered for a while. Warm spares are then added, and the result is finally
+clamped to the pool's bounds.
 
-A pool is scaled up at once, and down after a stabilisation window: the highest number that was
-suggested within the window holds, as in the HorizontalPodAutoscaler. A pool that may sleep is
-scaled to zero after `idleAfter` without requests. It wakes with the first request, regardless of
-windows and steps.
+Scaling down waits for a stabilisation window: as in the HorizontalPodAutoscaler, the highest number
+suggested within the window is used. Scaling up is immediate by default. A pool that may sleep is
+scaled to zero after `idleAfter` without requests. The first request wakes it, regardless of windows
+and rate limits.
 """
 
 import math
@@ -22,30 +23,30 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.policy.pool_load import LATE_WINDOW_S, PoolLoad
 
 TOLERANCE = 0.1
-"""Relative deviation of the load from the target within which the number of engines stays."""
+"""Relative deviation of the load from its target that leaves the number of engines unchanged."""
 STRAIN_KEPT_S = 3600.0
-"""Seconds without late requests after which the target may rise by `EASING`."""
+"""Seconds without late requests after which a lowered target utilisation is raised by `EASING`."""
 EASING = 1.05
-"""Factor by which a lowered target rises again, so that engines are removed gradually."""
+"""Factor by which a lowered target utilisation is raised, so that engines are removed gradually."""
 RELIEF = 0.95
-"""New target as a share of the utilisation at which requests were late."""
+"""New target utilisation as a fraction of the utilisation at which requests were late."""
 MIN_SHARE = 0.25
-"""Minimum of the new target, as a share of the configured one.
+"""Lower bound of the new target, as a fraction of the configured target.
 
-Below this utilisation, more engines do not make requests faster.
+At an even lower utilisation, adding engines does not make requests faster.
 """
 LATE_SHARE = 0.05
-"""Share of late answers that the objective allows, since it is a 95th percentile."""
+"""Fraction of late responses that the objective allows, because it is a 95th percentile."""
 MIN_ANSWERS = 20
-"""Minimum number of answers for a meaningful share of late answers."""
+"""Minimum number of responses for a meaningful fraction of late ones."""
 QUEUE_SETTLE_S = 15.0
-"""Seconds for which the queue time is ignored after engines became ready."""
+"""Seconds for which the queue time is ignored after engines have become ready."""
 Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicasAt:
-    """A number of engines with the time at which it was suggested or set."""
+    """A number of engines, or a change of it, and the time at which it was suggested or made."""
 
     at: float
     replicas: int
@@ -53,7 +54,7 @@ class ReplicasAt:
 
 @dataclass(frozen=True, slots=True)
 class Strain:
-    """The lowest utilisation at which requests were late."""
+    """The target utilisation, lowered because requests were late."""
 
     at: float
     share: float
@@ -61,21 +62,21 @@ class Strain:
 
 @dataclass(frozen=True, slots=True)
 class ScalingHistory:
-    """Earlier decisions. Times are in seconds, from one monotonic clock.
+    """Earlier decisions about a pool. Times are in seconds on a monotonic clock.
 
-    A new operator may start without a history. The current number of engines then counts as a
-    suggestion made now, so that no engine is removed before a whole window has passed.
+    An operator that has just started has no history. The current number of engines then counts as
+    suggested just now, so that no engine is removed before a full window has passed.
     """
 
     highs: tuple[ReplicasAt, ...] = ()
-    """Suggestions that exceed all later ones, in descending order. The first is the maximum."""
+    """Suggestions in the window that exceed all later ones. The first is its maximum."""
     lows: tuple[ReplicasAt, ...] = ()
-    """Suggestions that are below all later ones, in ascending order. The first is the minimum."""
+    """Suggestions in the window that are below all later ones. The first is its minimum."""
     changes: tuple[ReplicasAt, ...] = ()
-    """Recent changes of the number of engines."""
+    """Recent changes to the number of engines, as differences."""
     strain: Strain | None = None
     full_since: float | None = None
-    """Time since which all requested engines are ready, or None while some engines are unready."""
+    """Time at which all requested engines became ready, or None while some are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class ScalingDecision:
 
     replicas: int
     reason: str
-    """Reason: Idle, Wake, Memory, Late, Bounds, Stabilizing, NotReady or Steady."""
+    """One of Idle, Wake, Memory, Late, Bounds, Stabilizing, NotReady and Steady."""
     message: str
 
 
@@ -95,7 +96,7 @@ def decide_replicas(
 
     Args:
         policy: the pool's autoscaling.
-        history: the history that the last decision returned.
+        history: the history returned with the previous decision.
         load: the load of the pool.
         current: the number of engines that is currently requested.
         now: the time in seconds, on a monotonic clock.
@@ -117,7 +118,7 @@ def decide_replicas(
 
 
 def _asleep(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
-    """Decide whether a pool without engines wakes up."""
+    """Decide the size of a pool without engines, which may wake up. Return None for other pools."""
     least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas))
     if current or least or policy.max_replicas == 0:
         return None
@@ -127,7 +128,7 @@ def _asleep(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDec
 
 
 def _idle(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
-    """Decide whether a pool that nobody uses goes to sleep."""
+    """Decide to put a pool without requests to sleep, or return None if it must stay awake."""
     may_sleep = not policy.min_replicas and not policy.warm_spares
     is_used = load.active or load.waiting or load.wanted or load.is_partial
     if not (current and may_sleep) or is_used or load.idle_s < policy.idle_after:
@@ -138,7 +139,7 @@ def _idle(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecis
 def _demand(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int
 ) -> ScalingDecision:
-    """Return the number of engines that the load needs, regardless of earlier decisions."""
+    """Return the number of engines that the current load needs, ignoring earlier decisions."""
     if not load.ready or not load.capacity:
         least = max(current, 1 if load.wanted else 0)
         return ScalingDecision(least, "NotReady", "no engine is ready to be measured")
@@ -203,7 +204,7 @@ def _with_strain(
 def _suggested(
     policy: AutoscalingSpec, history: ScalingHistory, replicas: int, now: float
 ) -> ScalingHistory:
-    """Add a new suggestion to the history, and remove suggestions that no window needs."""
+    """Add a new suggestion to the history, and drop suggestions that are no longer needed."""
     moment = ReplicasAt(now, replicas)
     return replace(
         history,
@@ -223,7 +224,7 @@ def _window(
 def _stabilised(
     policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
 ) -> int:
-    """Return the desired number, limited to changes that all suggestions in the window support."""
+    """Limit a change to what every suggestion within the stabilisation window agrees with."""
     if desired > current:
         return max(current, min(m.replicas for m in history.lows))
     return min(current, max(m.replicas for m in history.highs))
@@ -232,7 +233,7 @@ def _stabilised(
 def _limited(
     policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
 ) -> int:
-    """Return the desired number, limited to one step from the number at the start of the period."""
+    """Limit a change to the number of engines that may be added or removed per scaling period."""
     pace = policy.scale_up if desired > current else policy.scale_down
     sign = 1 if desired > current else -1
     done = sum(m.replicas for m in history.changes if m.at > now - pace.period)
@@ -244,7 +245,7 @@ def _limited(
 
 
 def _bounded(policy: AutoscalingSpec, replicas: int) -> int:
-    """Return the number of engines within the pool's bounds. Only an idle pool has no engine."""
+    """Clamp a number of engines to the pool's bounds. The result is at least one engine."""
     least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas), 1)
     return min(policy.max_replicas, max(least, replicas))
 
@@ -262,7 +263,7 @@ def _changed(
 def _explained(
     policy: AutoscalingSpec, demand: ScalingDecision, limited: int, current: int
 ) -> ScalingDecision:
-    """Return the number of engines within the bounds, with its reason."""
+    """Return the decision, after clamping the number of engines to the pool's bounds."""
     allowed = _bounded(policy, limited)
     if allowed != limited:
         limits = f"{policy.min_replicas} to {policy.max_replicas} engines are allowed"

@@ -72,7 +72,7 @@ def scaling_condition(
 
 
 def scaling_notes(before: Object, after: Object) -> list[EventNote]:
-    """Return Events for pools whose size changed between two statuses of the service."""
+    """Return an Event for each pool whose size changed between two statuses of the service."""
     previous = before.get("pools", {})
     return [
         EventNote(f"Scaled{pool['scaling']['reason']}", "Scale", _scaling_message(name, pool))

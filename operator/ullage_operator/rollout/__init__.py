@@ -1,4 +1,4 @@
-"""Rollouts by canary: the stages, the analysis that promotes or rolls back, and the kept state.
+"""Canary rollouts: their stages, the analysis that promotes or rolls back, and the stored state.
 
-This package makes decisions from given observations. It does not access a cluster.
+This package makes decisions from observations that it is given, and does not access a cluster.
 """

@@ -1,11 +1,11 @@
-"""Decides whether a canary is worse than the stable engines, from the routers' metrics. Pure.
+"""Decides from the routers' metrics whether a canary is worse than the stable engines. Pure.
 
-All limits are relative to the stable engines over the same time, so a problem that affects both
-sides does not fail a canary.
+All limits are relative to the stable engines over the same period, so a problem that affects all
+engines does not fail a canary.
 
-A limit counts as exceeded only if the count would be improbable (below `SIGNIFICANCE`) for a canary
-just within the limit. `SIGNIFICANCE` is the probability of a false alarm in a single test. The
-probability is small, because a canary is tested repeatedly.
+A limit counts as exceeded only if the observed count is too unlikely for a canary that is just
+within the limit, i.e. its probability is below `SIGNIFICANCE`. This is the false-alarm rate of a
+single test. It is small, because a canary is tested repeatedly.
 """
 
 import math
@@ -25,28 +25,27 @@ UNKNOWN_RATE = 0.5
 """Assumed error rate of stable engines that have served nothing."""
 PERCENTILE = 0.95
 MIN_TIMES = 20
-"""Minimum number of answers on each side for a comparison of latencies."""
+"""Minimum number of responses, for the canary and stable engines each, to compare latencies."""
 NO_TRAFFIC = "NoTraffic"
-"""Reason of the analysis of a step without requests. Later steps would get no requests either."""
+"""Reason of an analysis for a step without requests. Later steps would get none either."""
 METRIC = "ullage_router_trial"
 _PREFIXES = (METRIC, f"# HELP {METRIC}", f"# TYPE {METRIC}")
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Counts of the requests to one side: the stable engines or the canary."""
+    """Request counts and latencies of either the stable engines or the canary."""
 
     succeeded: int = 0
     failed: int = 0
     declined: int = 0
-    """Number of requests that the canary could not admit at once for lack of capacity."""
+    """Number of requests that the canary could not admit immediately for lack of capacity."""
     restarts: int = 0
-    """Number of workers and pods that crashed, for lack of memory or for another reason."""
+    """Number of worker and pod crashes, whether out of memory or for another reason."""
     ttft: Mapping[float, int] = field(default_factory=dict)
-    """Histogram of the TTFT: counts by each bucket's upper bound in seconds, the last one infinite.
-    """
+    """TTFT histogram: counts by each bucket's upper bound in seconds, the last one infinite."""
     e2e: Mapping[float, int] = field(default_factory=dict)
-    """Histogram of the end-to-end latency, in the form of `ttft`."""
+    """Histogram of the end-to-end latency, in the same format as `ttft`."""
 
     @property
     def ended(self) -> int:
@@ -70,19 +69,19 @@ class Analysis:
     reason: str
     message: str
     waits_for: str = ""
-    """The missing data, if the outcome is WAIT."""
+    """What data is still missing, if the outcome is WAIT."""
 
 
 def analyze(
     canary: Variant, stable: Variant, rollout: RolloutSpec, is_last: bool = False
 ) -> Analysis:
-    """Compare the canary's counts with those of the stable engines in one step.
+    """Compare the canary with the stable engines by their counts in the current rollout step.
 
     Args:
         canary: the counts of the canary.
         stable: the counts of the stable engines.
         rollout: the service's `rollout`, with the thresholds.
-        is_last: whether the time to wait for requests is over.
+        is_last: whether the time limit for collecting enough requests has passed.
     """
     failed = [
         fault
@@ -143,7 +142,10 @@ def errors(
 def slowness(
     name: str, canary: Mapping[float, int], stable: Mapping[float, int], ratio: float
 ) -> Analysis | None:
-    """Return a failure if over 5 % of the canary's times exceed `ratio` times the stable p95."""
+    """Return a failure if the canary is significantly slower than the stable engines, else None.
+
+    The test is whether more than 5 % of the canary's latencies exceed `ratio` times the stable p95.
+    """
     total = sum(canary.values())
     if min(total, sum(stable.values())) < MIN_TIMES:
         return None
@@ -192,7 +194,7 @@ def num_above(counts: Mapping[float, int], limit_s: float) -> int:
 def buckets(counts: Mapping[float, int]) -> Iterable[tuple[float, float, int]]:
     """Yield the lower bound, upper bound and count of each bucket.
 
-    The infinite upper bound of the last bucket is replaced by the bucket's lower bound.
+    The last bucket has no finite upper bound, so its lower bound is used for both.
     """
     low = 0.0
     for end in sorted(counts):
@@ -235,7 +237,7 @@ def binomial_tail(count: int, total: int, share: float) -> float:
 def sum_variants(variants: Iterable[Variant]) -> Variant:
     """Sum the counts of several routers.
 
-    Each router sees the restarts of all engines, so the highest number of restarts counts.
+    Each router sees the restarts of all engines, so their maximum is used instead of the sum.
     """
     total = Variant()
     for variant in variants:
@@ -256,10 +258,10 @@ def _summed(one: Mapping[float, int], other: Mapping[float, int]) -> dict[float,
 
 @dataclass(frozen=True, slots=True)
 class CanarySample:
-    """One router's counts of a canary and its baseline."""
+    """One router's counts for a canary and for the stable engines as its baseline."""
 
     name: str
-    """Name of the trial: its revision and step."""
+    """Name of the trial that the counts belong to: its revision and step."""
     canary: Variant
     stable: Variant
 
@@ -267,15 +269,15 @@ class CanarySample:
 def sample_name(revision: str, step: int) -> str:
     """Return the name that routers give to a trial: its revision and step.
 
-    The weight is not part of the name, because the weight changes with the sizes of pools. The
-    analysis compares rates of both sides, so it may sum counts from several weights. Otherwise a
-    trial in a scaling pool would never collect enough counts.
+    The canary's percentage of requests is not part of the name, because it changes when pools are
+    resized, and a trial in an autoscaled pool would then never collect enough counts. The analysis
+    compares rates, so it may add counts collected at different percentages.
     """
     return f"{revision}/{step}"
 
 
 def parse_samples(text: str) -> list[CanarySample]:
-    """Return the samples that a router reports (none without a canary)."""
+    """Parse the request counts that a router reports (none without a canary)."""
     own = "\n".join(line for line in text.splitlines() if line.startswith(_PREFIXES))
     counts: dict[str, dict[str, dict[tuple[str, str], float]]] = {}
     for family in text_string_to_metric_families(f"{own}\n"):
@@ -314,7 +316,7 @@ def _end(le: str) -> float:
 
 
 def sum_samples(samples: Iterable[CanarySample], name: str) -> tuple[Variant, Variant, int]:
-    """Sum the samples of the routers that have reached a step.
+    """Sum the counts of the routers that have already switched to a rollout step.
 
     Returns:
         The counts of the canary, the counts of the stable engines, and the number of samples.

@@ -1,4 +1,4 @@
-"""Derives the facts that advance a rollout's stages from observations. Pure."""
+"""Derives from observations the facts that decide how a rollout advances. Pure."""
 
 import dataclasses
 import hashlib
@@ -48,7 +48,7 @@ from ullage_operator.rollout.transport import all_speak_both, are_mixed
 Manifest = dict[str, Any]
 
 ROOM_WAIT_S = 60.0
-"""Seconds for which a canary waits for free nodes before it replaces stable engines."""
+"""Seconds for which a canary waits for free nodes before it takes the place of stable engines."""
 _IN_A_MESH = "the sidecars of a mesh must not intercept it, so set the chart's value mesh"
 
 
@@ -63,7 +63,7 @@ def places_of(service: Service, progress: RolloutProgress, pools: Iterable[str])
 
 
 def canary_size(service: Service, pool: str, places: Mapping[str, int]) -> int:
-    """Return the number of a canary's engines in a pool."""
+    """Return the number of engines that a canary has in a pool."""
     wanted = min(service.spec.rollout.canary_replicas, service.spec.pools[pool].replicas)
     return places.get(pool, wanted)
 
@@ -71,7 +71,10 @@ def canary_size(service: Service, pool: str, places: Mapping[str, int]) -> int:
 def crowded_pools(
     service: Service, observation: RolloutObservation, tried: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the pools whose canary must replace stable engines for lack of nodes or by `surge`."""
+    """Return the pools whose canary takes the place of stable engines instead of being added.
+
+    This happens for lack of free nodes, or because `surge` is `never`.
+    """
     surge = service.spec.rollout.surge
     if surge == "always":
         return ()
@@ -164,10 +167,11 @@ def _is_of_many(
 def outdated_pools(
     service: Service, observation: RolloutObservation, state: RolloutState, settings: Settings
 ) -> tuple[str, ...]:
-    """Return the pools whose pod template changed with the operator and not through an edit.
+    """Return the pools whose pod template changed because of an operator upgrade, not an edit.
 
-    Edits of fields that stable engines and the canary share are excluded. Routers apply such edits
-    at once, so engines must not wait. Other edits of a waiting service do not advance its turn.
+    Pools are excluded if the edited fields are shared by stable engines and the canary. Routers
+    apply such edits immediately, so engines must not wait for the rollout queue. Other edits of a
+    service that is waiting do not make it jump the queue.
     """
     edit_hash = shared_hash(service)
     is_changed = bool(changed_pools(release_of(service, settings), state.release))
@@ -202,7 +206,7 @@ def analysis_of(
     progress: RolloutProgress,
     is_last: bool,
 ) -> Analysis:
-    """Analyse the requests that the routers have counted during the current rollout step."""
+    """Analyse the requests that routers have counted during the current rollout step."""
     canary, stable, routers = sum_samples(
         observation.samples, sample_name(progress.canary, progress.step)
     )
@@ -226,7 +230,7 @@ def analysis_of(
 
 
 def unmeasured(unanswered: Sequence[str]) -> str:
-    """Return the message for missing counts from all routers, with the cause and the remedy."""
+    """Return the message for the case that no router has reported counts: the cause and the fix."""
     message = "no router has reported what it counted"
     if not unanswered:
         return message
@@ -237,7 +241,7 @@ def unmeasured(unanswered: Sequence[str]) -> str:
 
 
 def unheard(troubles: Sequence[str]) -> str:
-    """Return why no engine reports to the operator, with the remedy (empty without problems)."""
+    """Explain why engines do not report to the operator, with the fix (empty without errors)."""
     if not troubles:
         return ""
     return (
@@ -249,10 +253,10 @@ def unheard(troubles: Sequence[str]) -> str:
 def _with_restarts(
     counts: Variant, falls: Falls, *, is_canary: bool, engines: Sequence[EngineReport]
 ) -> Variant:
-    """Return the request counts of one side, with the restarts that the side's engines report.
+    """Return the request counts of the canary or the stable engines, with their reported restarts.
 
-    If an engine is silent, for example because a mesh blocks the operator, the routers' count is
-    used if it is higher.
+    If an engine does not report, for example because a mesh blocks the operator, the routers'
+    restart count is used if it is higher.
     """
     own = total(falls, is_canary)
     are_fresh = bool(engines) and all(engine.is_fresh for engine in engines)
@@ -260,10 +264,11 @@ def _with_restarts(
 
 
 def command_of(annotation: str, progress: RolloutProgress, revision: str) -> RolloutCommand:
-    """Return the command of an annotation `word` or `word:revision`.
+    """Return the rollout command in an annotation of the form `word` or `word:revision`.
 
-    A word alone is carried out once, when the operator first sees it. A word with a revision is
-    carried out whenever that revision is tried. `pause` holds for as long as the annotation exists.
+    `promote` and `abort` without a revision are executed once, when the operator first sees them.
+    With a revision, they are executed whenever that revision is being tried. `pause` applies for as
+    long as the annotation exists.
     """
     word, _, about = annotation.partition(":")
     if about and about != revision:

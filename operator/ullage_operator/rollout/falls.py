@@ -1,11 +1,11 @@
-"""Counts the falls of engines during a trial, as the engines themselves report them. Pure.
+"""Counts engine crashes during a canary trial, from the engines' own counters. Pure.
 
-A fall is the loss of a worker or the exit of a container. An engine's server counts the workers
-that it lost, and the kubelet counts the container restarts. Both counts belong to one pod. The
-counts do not depend on when a router read its file, on the address that a name resolved to, or on
-which operator read the counts.
+A crash, called a fall here, is the loss of a worker or the exit of a container. An engine's server
+counts the workers that it lost, and the kubelet counts container restarts. Both counters belong to
+one pod, so they do not depend on when a router reloaded its file, which address a name resolved to,
+or which operator read them.
 
-Routers also count falls, but only after they learn of a canary. A canary may have fallen before.
+Routers also count crashes, but only once they know about a canary, which may have crashed before.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,28 +14,28 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """The revision and the current counts of one engine pod."""
+    """The revision and the current crash counters of one engine pod."""
 
     uid: str
     pool: str
-    """The pod's pool. A canary counts as a separate pool."""
+    """Name of the pod's pool. A canary is treated as a separate pool."""
     pod_revision: str
     """Revision of the StatefulSet from which the pod was created (empty if unknown)."""
     restarts: int
     """Number of container restarts of the pod."""
     epoch: int = 0
-    """Epoch of the engine's server to which `workers_lost` belongs (0 before the first report)."""
+    """Epoch of the engine's server that `workers_lost` refers to (0 before the first report)."""
     workers_lost: int = 0
     """Number of workers that the server has lost in this epoch."""
     is_fresh: bool = True
-    """Whether the engine's last report is recent enough to be current."""
+    """Whether the engine's last report is recent enough to use."""
     trouble: str = ""
-    """Why the operator could not follow the engine's reports (empty while they arrive)."""
+    """Why the operator does not receive the engine's reports (empty while they arrive)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FallCount:
-    """Number of falls of one pod during a trial, with the pod's counters at the last report."""
+    """Number of crashes of one pod during a trial, and the pod's counters at the last report."""
 
     is_canary: bool
     restarts: int = 0
@@ -45,14 +45,14 @@ class FallCount:
 
 
 Falls = Mapping[str, FallCount]
-"""Falls during a trial by pod uid, including the falls of deleted pods."""
+"""Crashes during a trial by pod uid, including those of deleted pods."""
 
 
 def counted(before: Falls, canary: Iterable[EngineReport], stable: Iterable[EngineReport]) -> Falls:
-    """Return the counts, updated with the current reports of engines.
+    """Return the crash counts, updated from the current reports of engines.
 
-    A canary's pod exists only for its trial, so all its falls count. A stable pod's falls count
-    from its first report in the trial.
+    A canary's pod exists only for its trial, so all of its crashes count. A stable pod's crashes
+    count from its first report in the trial on.
     """
     counts = dict(before)
     for report in canary:
@@ -86,5 +86,5 @@ def _with_report(count: FallCount, report: EngineReport) -> FallCount:
 
 
 def total(falls: Falls, is_canary: bool) -> int:
-    """Return the total number of falls of the canary or of the stable engines."""
+    """Return the total number of crashes of the canary or of the stable engines."""
     return sum(count.falls for count in falls.values() if count.is_canary is is_canary)

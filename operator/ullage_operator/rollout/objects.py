@@ -23,7 +23,7 @@ Manifest = dict[str, Any]
 
 
 def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> list[Manifest]:
-    """Return the objects to apply: the ConfigMap with the state, then the canary's engines."""
+    """Return the objects to apply: the ConfigMap for the state, then the canary's engines."""
     name = naming.rollout_name(service.name)
     text = dump(plan.state)
     kept = Builder(service, naming.ENGINE).config_map(name, naming.ROLLOUT_STATE, text)
@@ -38,7 +38,7 @@ def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> 
 
 
 def with_revision(service: Service, objects: Iterable[Manifest], revision: str) -> list[Manifest]:
-    """Return pool objects, with the revision and hashes in annotations of the StatefulSets."""
+    """Return a pool's objects, and record the revision and hashes on its StatefulSets."""
     hashes = {naming.REVISION: revision, naming.SHARED_HASH: shared_hash(service)}
     return [
         _with_hashes(item, hashes) if item["kind"] == "StatefulSet" else item for item in objects
@@ -52,7 +52,7 @@ def _with_hashes(item: Manifest, hashes: Mapping[str, str]) -> Manifest:
 
 
 def router_file(plan: RolloutPlan) -> str:
-    """Return the file that names the canary's engines and the adapters of sleeping engines.
+    """Return the rollout file, which tells routers about the canary and sleeping engines' adapters.
 
     `ullage_router.rollout` reads the file.
     """
@@ -87,7 +87,7 @@ def _stop_said(is_stopped: bool) -> Manifest:
 
 
 def with_stop_said(text: str, is_stopped: bool) -> str:
-    """Return the routers' rollout file, with only the flag for a stopped service updated."""
+    """Return the routers' rollout file, updating only the flag that marks a stopped service."""
     document = yaml.safe_load(text)
     kept = {name: value for name, value in document.items() if name != "stopped"}
     changed = kept | _stop_said(is_stopped)

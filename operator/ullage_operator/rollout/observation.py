@@ -20,27 +20,27 @@ class RolloutObservation:
 
     now: datetime
     stateful_sets: Mapping[str, Manifest]
-    """Live StatefulSets of the service, by name."""
+    """The service's live StatefulSets, by name."""
     stored_state: str | None
-    """The stored text of the rollout's state, or None without one."""
+    """The rollout's state as stored in its ConfigMap, or None if there is none."""
     is_state_readable: bool = True
     """Whether the operator can read the stored state of the rollout."""
     may_begin: bool = True
-    """Whether the rollout queue admits a rollout that starts without an edit of the service."""
+    """Whether the rollout queue lets the service start a rollout not triggered by an edit."""
     may_yield: bool = True
-    """Whether the service's next pod would get the resources that another of its pods frees."""
+    """Whether resources freed by one of the service's pods would go to its next pod."""
     routers: Manifest | None = None
     """The routers' live Deployment."""
     has_ending_routers: bool = False
-    """Whether replaced routers still terminate."""
+    """Whether replaced routers are still terminating."""
     is_edited: bool = True
-    """Whether somebody has edited the service since its status was last written."""
+    """Whether the service has been edited since its status was last written."""
     annotation: str = ""
-    """Value of the service's annotation with a command for the rollout."""
+    """Value of the service's annotation that controls the rollout, for example `pause`."""
     samples: Sequence[CanarySample] = ()
     """Request counts of the canary and of the stable engines, from the routers."""
     unanswered: Sequence[str] = ()
-    """Addresses of routers that did not answer with their counts, each with the reason."""
+    """Addresses of routers that did not respond with their counts, each with the reason."""
     problem: str = ""
     """Problem of the canary's pods (empty without one)."""
     is_stuck: bool = False
@@ -48,10 +48,10 @@ class RolloutObservation:
     roomless_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which a canary's pods have been unschedulable, by pool.
 
-    Only pools with an engine that would free enough resources for the canary are included.
+    Only pools where stopping a stable engine would free enough resources are included.
     """
     fetching: Mapping[str, str] = field(default_factory=dict)
-    """Reason why the first engines of a pool wait for their model, by pool."""
+    """Reason why the first engines of a pool wait for their model to be downloaded, by pool."""
     engines: Sequence[EngineReport] = ()
     """Restarts and worker losses of the canary's and the stable engines."""
 
@@ -65,7 +65,7 @@ def has_ready_engine(observation: RolloutObservation, name: str) -> bool:
 
 
 def is_canary_ready(observation: RolloutObservation, name: str, revision: str) -> bool:
-    """Return whether all of a canary's engines are ready and no engine has another revision."""
+    """Return whether a canary has a ready engine and all of its pods have the given revision."""
     return is_made_of(observation, name, revision) and has_ready_engine(observation, name)
 
 
@@ -76,7 +76,7 @@ def is_settled(observation: RolloutObservation, name: str, size: int, revision: 
 
 
 def is_made_of(observation: RolloutObservation, name: str, revision: str) -> bool:
-    """Return whether all pods of a StatefulSet, ready or not, have the given revision."""
+    """Return whether all pods of a StatefulSet have the given revision, ready or not."""
     if (live := observation.stateful_sets.get(name)) is None:
         return False
     made_of = (live["metadata"].get("annotations") or {}).get(naming.REVISION)

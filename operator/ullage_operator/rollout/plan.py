@@ -1,4 +1,4 @@
-"""Plans the engines of a service at one moment of its rollout. Pure."""
+"""Plans which engines a service should have at a given point in its rollout. Pure."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ LOOK_AGAIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """The engines of a service at one moment of its rollout."""
+    """The engines that a service should have at one point in its rollout."""
 
     state: RolloutState
     stable: Service
@@ -55,21 +55,21 @@ class RolloutPlan:
     weight: int
     """Percentage of requests that the canary gets."""
     held: tuple[str, ...] = ()
-    """Pools whose stable engines stay unchanged, although this operator's template differs."""
+    """Pools whose stable engines stay as they are, although this operator's template differs."""
     places: Mapping[str, int] = field(default_factory=dict)
     """Number of stable engines that the canary replaces, by pool."""
     has_mixed_engines: bool = False
-    """Whether some engines speak TLS and others plaintext, so that routers must speak both."""
+    """Whether some engines use TLS and others plaintext, so that routers must support both."""
     router_waits: bool = False
-    """Whether new router pods of this operator wait until fewer services are in a rollout."""
+    """Whether new router pods must wait for the service's turn in the rollout queue."""
     router_rolls: bool = False
     """Whether routers are being replaced."""
     seeks_room: bool = False
-    """Whether pods of the canary, or of the engines after its promotion, have no node yet."""
+    """Whether pods of the canary, or of engines after its promotion, are still without a node."""
     lacks_room: bool = False
     """Whether an engine is unschedulable."""
     is_known: bool = True
-    """Whether the state of the rollout is known. If not, only sizes of pools may change."""
+    """Whether the state of the rollout is known. If not, only the sizes of pools may change."""
 
     @property
     def progress(self) -> RolloutProgress:
@@ -77,7 +77,7 @@ class RolloutPlan:
 
     @property
     def look_again_s(self) -> float | None:
-        """Return the seconds until a plan is due even without changes, or None."""
+        """Return the seconds until the next plan is due even if nothing changes, or None."""
         is_quiet = self.progress.stage in (RolloutStage.STABLE, RolloutStage.ROLLED_BACK)
         waits = self.progress.reason == WAITING or self.progress.renewal == ROLLING_OUT
         return None if is_quiet and not waits else LOOK_AGAIN_S
@@ -86,7 +86,7 @@ class RolloutPlan:
 def plan_rollout(
     service: Service, observation: RolloutObservation, settings: Settings
 ) -> RolloutPlan:
-    """Advance the rollout by one step, and return the engines that serve."""
+    """Advance the rollout by one step, and return the engines that should run now."""
     target = release_of(service, settings)
     state = load(observation.stored_state, target, observation.stateful_sets.values())
     if state is None and (held := _held_progress(service, observation, target)):
@@ -118,7 +118,7 @@ def plan_rollout(
 def _held_progress(
     service: Service, observation: RolloutObservation, target: Release
 ) -> RolloutProgress | None:
-    """Return a progress that changes nothing if the needed state is lost, and None otherwise."""
+    """Return a progress that keeps everything unchanged if needed state is lost, or else None."""
     revision = revision_of(target)
     if not observation.is_state_readable:
         return unreadable(revision, observation.now)
@@ -166,9 +166,9 @@ def _plan_of(
 def _has_mixed_engines(
     service: Service, stable: Service, observation: RolloutObservation, progress: RolloutProgress
 ) -> bool:
-    """Return whether some engines speak TLS and others plaintext.
+    """Return whether some engines use TLS and others plaintext.
 
-    While stable engines are replaced, pods may differ even if all StatefulSets agree.
+    While stable engines are being replaced, pods may differ even if all StatefulSets agree.
     """
     if are_mixed((service, stable), observation.stateful_sets.values()):
         return True
@@ -179,7 +179,7 @@ def _has_mixed_engines(
 def _with_falls(
     service: Service, observation: RolloutObservation, state: RolloutState
 ) -> RolloutState:
-    """Return the state with the falls that engines report while a revision is tried."""
+    """Return the state, updated with the crashes that engines report during a canary trial."""
     progress = state.progress
     if progress.stage not in TRYING:
         return state

@@ -1,9 +1,9 @@
 """The release of engines: the part of a spec that determines their pods, as plain data. Pure.
 
-A release has the resolved image and every section of the spec that engine pods depend on. The
-operator merges the release of the stable engines over the current spec. All other fields of the
-spec (replicas, routing, tenants) therefore apply to stable engines at once. A field that a newer
-operator adds takes its default and does not look like a change.
+A release contains the resolved image and every section of the spec that engine pods depend on. The
+operator merges the stable engines' release over the current spec. All other fields of the spec
+(replicas, routing, tenants) therefore take effect immediately. A field that a newer operator adds
+takes its default and does not look like a change.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ from ullage_operator.manifests.engine_choice import engine_image
 
 Release = dict[str, Any]
 ENGINE_TLS = "engineTLS"
-"""Name of `tls.engines` in a release.
+"""Key of `tls.engines` in a release.
 
-While this field changes, engines with TLS and engines in plaintext serve at the same time, and
-routers speak both protocols.
+While this field is being changed, engines with TLS and engines with plaintext serve at the same
+time, and routers must support both.
 """
 SECTIONS = (
     "image",
@@ -45,19 +45,19 @@ SECTIONS = (
     "allowFaultInjection",
     ENGINE_TLS,
 )
-"""Sections of the spec in a release.
+"""Sections of the spec that a release contains.
 
-Adapters are left out, because engines load and unload them while they serve. Tickets, service
-accounts and pull secrets are left out, because stable engines and the canary must share them.
+Adapters are excluded, because engines load and unload them while serving. Tickets, service accounts
+and pull secrets are excluded, because stable engines and the canary must share them.
 """
 SAME_ANSWERS = ("batching", "limits", ENGINE_TLS)
-"""Sections that change only the speed, amount and transport of answers, not their content."""
+"""Sections that affect the speed, number and transport of responses, but not their content."""
 SECRET_NAME = "secretName"
 _SIZES = ("engine", "model", "device", "memory")
 """Sections that determine the default CPU and memory requests of engines."""
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 _MERGED_BELOW = ("tiers", "host", "remote", "file")
-"""Sections whose fields the API defines. The keys of all other maps are chosen by users."""
+"""Sections whose fields are defined by the API. All other maps have user-defined keys."""
 NOT_OF_A_POOL = ("role", "replicas", "autoscaling", "persistentVolumeClaimRetentionPolicy")
 
 
@@ -72,16 +72,15 @@ def release_of(service: Service, settings: Settings) -> Release:
 
 
 def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pool that affect engines, except the field that warms the cache."""
+    """Return the fields of a pool that affect its engines. Pre-filling its model cache does not."""
     cache = _without(pool["modelCache"], ("warm",))
     return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
 
 
 def shared_hash(service: Service) -> str:
-    """Return a hash of the engine pods' fields that no release contains, to detect edits.
+    """Return a hash of the engine pod settings that are not part of a release, to detect edits.
 
-    Unset fields are left out, so that a field that a newer operator adds does not look like an
-    edit.
+    Unset fields are skipped, so that a field added by a newer operator does not look like an edit.
     """
     spec = service.spec
     tracing = spec.observability.tracing
@@ -99,15 +98,15 @@ def shared_hash(service: Service) -> str:
 
 
 def _security(context: SecurityContext) -> list[int | None]:
-    """Return the user and groups of pods (empty where they are the default)."""
+    """Return the user and groups of pods (empty if all of them are the default)."""
     chosen = [context.run_as_user, context.run_as_group, context.fs_group]
     return [] if chosen == [USER] * len(chosen) else chosen
 
 
 def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
-    """Return a release that has exactly the fields of the target release.
+    """Return a release with exactly the fields and pools of the target release.
 
-    Fields and pools that the release lacks are new, so they get the target's values.
+    Fields and pools missing from the release are new, so they take the target's values.
     """
     sections = {
         name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS
@@ -138,12 +137,12 @@ def _merged(name: str, target: Any, value_before: Any) -> Any:
 
 
 def is_same(target: Release, release: Mapping[str, Any]) -> bool:
-    """Return whether two releases have the same pools and agree in all fields that both have."""
+    """Return whether two releases have the same pools and are equal in all fields they share."""
     return target["pools"].keys() == release["pools"].keys() and overlaid(target, release) == target
 
 
 def changed_pools(target: Release, release: Release) -> list[str]:
-    """Return the pools whose engines differ, or all pools if a section that they share differs."""
+    """Return the pools whose engines differ, or all pools if a section shared by all differs."""
     if any(target[name] != release[name] for name in SECTIONS):
         return list(target["pools"])
     return [name for name, own in target["pools"].items() if own != release["pools"][name]]
@@ -158,7 +157,7 @@ def alike_pools(target: Release, release: Release) -> tuple[str, ...]:
 
 
 def changes_answers(target: Release, release: Release) -> bool:
-    """Return whether engines of two releases may answer the same request differently."""
+    """Return whether engines of two releases may respond differently to the same request."""
     sections = [name for name in SECTIONS if name not in SAME_ANSWERS]
     pools = release["pools"]
     return any(target[name] != release[name] for name in sections) or any(
@@ -173,7 +172,7 @@ def has_other_image_only(target: Release, release: Release) -> bool:
 
 
 def with_release(service: Service, release: Release) -> Service:
-    """Return the service with the engine fields of its spec taken from a release."""
+    """Return the service with the engine-related fields of its spec taken from a release."""
     spec = to_api(service.spec)
     pools = {name: pool | release["pools"][name] for name, pool in spec["pools"].items()}
     chosen = {name: release[name] for name in SECTIONS if name != ENGINE_TLS}

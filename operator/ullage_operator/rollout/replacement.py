@@ -1,12 +1,11 @@
-"""Limits how fast pods with an older template are replaced. Pure.
+"""Limits how fast pods with an outdated template are replaced. Pure.
 
-Kubernetes replaces the pods of a StatefulSet one at a time, from the last to the first. If
-maxUnavailable allows more, the operator deletes the next pods itself, in the same order. Kubernetes
-and the operator therefore agree on the next pod. Without the operator, Kubernetes continues one pod
-at a time.
+Kubernetes replaces the pods of a StatefulSet one at a time, from last to first. If maxUnavailable
+allows more, the operator deletes the next pods itself, in the same order, so that both agree on
+which pod is next. If the operator stops, Kubernetes continues one pod at a time.
 
-A new operator changes the router pods of every service. Each Deployment takes the new template when
-it is the service's turn, or earlier if the service is edited.
+An operator upgrade changes the router pods of every service. A Deployment gets the new template
+when it is the service's turn, or earlier if the service is edited.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,9 +25,9 @@ Pod = Mapping[str, Any]
 def pods_to_replace(
     live: Mapping[str, Any] | None, pods: Iterable[Pod], most_unavailable: int
 ) -> list[Pod]:
-    """Return the pods with an older template that the operator deletes now.
+    """Return the pods with an outdated template that the operator should delete now.
 
-    The pod that Kubernetes itself replaces next is not included.
+    The pod that Kubernetes will replace next by itself is not included.
 
     Args:
         live: the StatefulSet, or None if it does not exist.
@@ -61,7 +60,7 @@ def _ordinal(pod: Pod) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RouterRoll:
-    """The decision about a new pod template of a service's routers."""
+    """The decision whether to apply a new pod template to a service's routers."""
 
     objects: tuple[Manifest, ...]
     """The router's objects to apply."""
@@ -79,14 +78,14 @@ def roll_routers(
     is_edited: bool,
     may_roll: bool,
 ) -> RouterRoll:
-    """Decide whether a router's Deployment takes this operator's pod template now.
+    """Decide whether to apply this operator's pod template to a service's routers now.
 
     Args:
         desired: the router's objects.
         live: the objects of the service by kind and name.
-        is_edited: whether somebody has edited the service since its status was last written.
-        may_roll: whether the rollout queue admits a rollout that starts without an edit of the
-            service.
+        is_edited: whether the service has been edited since its status was last written.
+        may_roll: whether the rollout queue lets the service start a rollout not triggered by an
+            edit.
     """
     [deployment] = [item for item in desired if item["kind"] == "Deployment"]
     name = deployment["metadata"]["name"]
@@ -124,7 +123,7 @@ def _annotated(item: Manifest, more: Mapping[str, str]) -> Manifest:
 
 
 def _kept(item: Manifest, live: Mapping[Any, Mapping[str, Any]]) -> Manifest:
-    """Return a ConfigMap with the current routers' configuration and the new rollout file.
+    """Return the routers' live ConfigMap, in which only the rollout file is replaced.
 
     Running routers reload the rollout file whenever it changes.
     """

@@ -1,6 +1,7 @@
-"""Replaces the values of environment variables with hashes, and hashes with the values. Pure.
+"""Seals and unseals specs: replaces values of environment variables with hashes and back. Pure.
 
-More people may read ConfigMaps than services, and the values may be secrets.
+Sealed specs are stored in ConfigMaps. The values may be secrets, and more people may be allowed to
+read ConfigMaps than services.
 """
 
 import hashlib
@@ -13,19 +14,20 @@ from ullage_operator.rollout.release import Release
 _VALUE = "value"
 _VALUE_HASH = "valueHash"
 _HAS_ENV = "pools"
-"""Section of a release in which a list `env` has environment variables.
+"""Section of a release in which a list named `env` holds environment variables.
 
-In other sections, users choose the names of fields, for example the arguments of vLLM.
+In other sections, for example in the arguments of vLLM, field names are user-defined, so a list
+named `env` may be anything.
 """
 
 
 def sealed(release: Mapping[str, Any]) -> Release:
-    """Return a release with hashes for the values of environment variables."""
+    """Return a release in which hashes replace the values of environment variables."""
     return _with_pools(release, lambda pools: _with_lists(pools, _sealed_variable))
 
 
 def sealed_section(section: Any) -> Any:
-    """Return a section of a spec with hashes for the values of environment variables."""
+    """Return a section of a spec in which hashes replace the values of environment variables."""
     return _with_lists(section, _sealed_variable)
 
 
@@ -37,17 +39,17 @@ def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
         sources: objects that may still have the original values.
 
     Raises:
-        KeyError: no source has the value for a hash.
+        KeyError: no source contains the value for a hash.
     """
     values = dict(hashed_values(list(sources)))
     return _with_maps(section, partial(_unsealed_variable, values))
 
 
 def sealed_widely(release: Mapping[str, Any]) -> Release:
-    """Return a release with hashes for all values of pools that look like environment variables.
+    """Return a release with hashes for everything in its pools that looks like a variable.
 
-    Older operators sealed every object that looks like a variable, regardless of the list's name.
-    Sealing both releases this way makes them comparable.
+    Older operators sealed every object that looks like an environment variable, whatever the name
+    of its list. Releases can only be compared with theirs if both are sealed this way.
     """
     return _with_pools(release, lambda pools: _with_maps(pools, _sealed_variable))
 
@@ -69,7 +71,7 @@ def _with_pools(release: Mapping[str, Any], change: Callable[[Any], Any]) -> Rel
 
 
 def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a section with a function applied to each of its environment variables."""
+    """Apply a function to each environment variable in a section, and return the new section."""
     match section:
         case Mapping():
             return {
@@ -84,7 +86,7 @@ def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _with_maps(section: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a section with a function applied to each of its maps."""
+    """Apply a function to each map in a section, innermost first, and return the new section."""
     match section:
         case Mapping():
             return change({name: _with_maps(item, change) for name, item in section.items()})
@@ -112,7 +114,7 @@ def _unsealed_variable(values: Mapping[str, str], variable: Any) -> Any:
 def hashed_values(section: Any) -> Iterator[tuple[str, str]]:
     """Yield the hash and value of every environment variable in a document.
 
-    For an empty value the API server keeps only the name of the variable.
+    A variable without a value counts as empty, because the API server drops empty values.
     """
     match section:
         case {"name": name, "value": value}:

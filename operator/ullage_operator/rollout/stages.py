@@ -18,33 +18,33 @@ from ullage_operator.rollout.analysis import NO_TRAFFIC, Analysis, Outcome
 from ullage_operator.rollout.falls import FallCount
 
 UNSERVED = timedelta(seconds=60)
-"""Time without a ready stable engine after which a revision is rolled out without a canary.
+"""Time without any ready stable engine after which a revision is rolled out without a canary.
 
-Every restart of a worker makes its engine unready for a short time. The next revision must not skip
-its trial because of such a restart.
+A worker restart makes its engine briefly unready. This must not let the next revision skip its
+trial.
 """
 WAITING = "NoStableEngine"
-"""Reason of a rollout that waits to learn whether stable engines come back."""
+"""Reason of a rollout that waits to see whether the stable engines recover."""
 _NEWER_WAITS = "NewerWaits"
 _NOTHING = "no rollout is in progress"
 QUEUED = "RolloutQueued"
-"""Reason of a rollout that waits for the rollouts of other services."""
+"""Reason of a rollout that is queued behind the rollouts of other services."""
 PROMOTED = "Promoted"
 ROUTERS_FIRST = "RoutersFirst"
-"""Reason of a rollout that waits until routers reach engines of both revisions."""
+"""Reason of a rollout that waits until routers can connect to engines of both revisions."""
 MODEL_FETCHING = "ModelFetching"
-"""Reason of a rollout that waits until a Job has fetched the model into its shared claim."""
+"""Reason of a rollout that waits until a Job has downloaded the model to its shared claim."""
 PAUSED = "Paused"
 ROLLING_OUT = "RollingOut"
 _BEGINNING = (WAITING, QUEUED, PAUSED, ROUTERS_FIRST, MODEL_FETCHING)
-"""Reasons of a stable service whose rollout has not begun yet."""
+"""Reasons of a stable service whose rollout has not started yet."""
 _OTHER_PODS = "the operator's template of engine pods has changed"
 RENEWALS = {
     ROLLING_OUT: _OTHER_PODS,
     PAUSED: f"{_OTHER_PODS}: waits until the rollout is no longer paused",
     QUEUED: f"{_OTHER_PODS}: waits until fewer services are being rolled out",
 }
-"""Messages by reason, while a new operator with another pod template replaces stable engines."""
+"""Messages by reason, while stable engines are replaced because of an operator upgrade."""
 
 
 class RolloutStage(StrEnum):
@@ -59,7 +59,7 @@ TRYING = (RolloutStage.STARTING, RolloutStage.CANARY)
 
 
 class RolloutCommand(StrEnum):
-    """A rollout command that a user gave through an annotation of the service."""
+    """A rollout command that a user gives by annotating the service."""
 
     NONE = ""
     PROMOTE = "promote"
@@ -75,29 +75,29 @@ class RolloutFacts:
     target: str
     """The revision that the spec requests."""
     is_serving: bool
-    """Whether a stable engine is ready. A canary can be compared only with ready stable engines."""
+    """Whether a stable engine is ready. Without one, there is nothing to compare a canary with."""
     is_bridged: bool = False
-    """Whether engines of a promoted canary serve."""
+    """Whether engines of a promoted canary are ready and serve until the stable ones take over."""
     linger: timedelta = timedelta(0)
-    """Time for which a promoted canary stays after the stable engines are ready.
+    """Time for which a promoted canary is kept after the stable engines are ready.
 
-    Routers find the stable engines by DNS, whose answers are cached for a while.
+    Routers discover the stable engines through DNS, which caches responses for a while.
     """
     may_begin: bool = True
-    """Whether the rollout queue admits this rollout, if it starts without an edit."""
+    """Whether this rollout may start now. The rollout queue decides unless an edit caused it."""
     may_yield: bool = True
-    """Whether the service's next pod would get the resources that another of its pods frees."""
+    """Whether resources freed by one of the service's pods would go to its next pod."""
     is_reachable: bool = True
-    """Whether all routers can call both the target's engines and the engines that serve now."""
+    """Whether all routers can connect to the target's engines and to the engines serving now."""
     fetching: str = ""
-    """Why the target waits for a Job to fetch its model (empty if it does not wait)."""
+    """Why the target waits for a Job to download its model (empty if it does not wait)."""
     can_canary: bool = True
-    """Whether a canary is possible: a changed pool has engines, and the model keeps its name."""
+    """Whether a canary is possible: a changed pool has engines, and the model name is unchanged."""
     needs_canary: bool = True
-    """Whether the target may answer differently, or the spec requests a canary for every change."""
+    """Whether the target may generate different text, or the spec requires a canary every time."""
     is_canary_ready: bool = False
     crowded: tuple[str, ...] = ()
-    """Pools without free nodes for a canary, which may then replace one of their engines."""
+    """Pools whose canary takes the place of stable engines, for example for lack of free nodes."""
     restarts: int = 0
     """Number of worker losses and container restarts in the canary's pods."""
     problem: str = ""
@@ -105,11 +105,11 @@ class RolloutFacts:
     is_stuck: bool = False
     """Whether waiting cannot solve the canary's problem, for example a missing image."""
     like_stable: tuple[str, ...] = ()
-    """Pools whose new engines request the same resources as the stable ones."""
+    """Pools whose target engines request the same resources as the stable ones."""
     is_outdated: bool = False
-    """Whether this operator's template differs from that of the stable engines, without an edit."""
+    """Whether an operator upgrade, and not an edit, changed the stable engines' pod template."""
     may_renew: bool = True
-    """Whether the rollout queue admits the replacement of outdated engines."""
+    """Whether the rollout queue lets the service replace outdated engines now."""
     is_settled: bool = True
     """Whether all stable engines have the stable revision and are ready."""
     analysis: Analysis = field(
@@ -118,7 +118,7 @@ class RolloutFacts:
     final_analysis: Analysis = field(
         default_factory=lambda: Analysis(Outcome.FAIL, "Unknown", "no router could be asked")
     )
-    """The analysis that applies once the time to wait for requests is over."""
+    """The analysis that applies once the time limit for collecting requests has passed."""
     command: RolloutCommand = RolloutCommand.NONE
 
 
@@ -131,22 +131,22 @@ class RolloutProgress:
     """Time at which the current stage or step began."""
     stage: RolloutStage = RolloutStage.STABLE
     canary: str = ""
-    """The revision that is tried or promoted (empty otherwise)."""
+    """The revision that is being tried or promoted (empty otherwise)."""
     step: int = 0
     failed: str = ""
     """The revision that was rolled back."""
     unready_since: datetime | None = None
     """Time at which the canary became unready after it had been ready."""
     unserved_since: datetime | None = None
-    """Time since which no stable engine is ready, in a new service or during a rollout."""
+    """Time since which no stable engine has been ready, in a new service or during a rollout."""
     settled_since: datetime | None = None
-    """During a promotion, time since which all stable engines have the revision and are ready."""
+    """During a promotion, time since which all stable engines have been ready and up to date."""
     is_asleep: bool = False
-    """Whether the canary's pools have no engines. The canary starts once the pools have engines."""
+    """Whether the canary waits because its pools are asleep. It starts once they have engines."""
     is_held: bool = False
-    """Whether a user must decide, for example about a failed canary without automatic rollback."""
+    """Whether a user must decide, for example after a failed canary without automatic rollback."""
     renewal: str = ""
-    """Reason from `RENEWALS` to replace engines after a rollback (empty without a replacement)."""
+    """Key in `RENEWALS` while stable engines are replaced after a rollback (empty otherwise)."""
     reason: str = "Stable"
     message: str = _NOTHING
     seen: str = ""
@@ -154,7 +154,7 @@ class RolloutProgress:
     replaces: tuple[str, ...] = ()
     """Pools in which the canary takes the place of stable engines."""
     falls: Mapping[str, FallCount] = field(default_factory=dict)
-    """Falls of the canary's and the stable engines while a revision is tried, by pod uid."""
+    """Crashes of the canary's and the stable engines during a trial, by pod uid."""
 
 
 def initial_progress(revision: str, now: datetime) -> RolloutProgress:
@@ -171,7 +171,7 @@ def advance(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) ->
         policy: the service's `rollout`.
 
     Returns:
-        The progress after the step, equal to `state` if there is nothing to do.
+        The progress after the step, which equals `state` if there is nothing to do.
     """
     since = _unserved_since(state, facts)
     after = _advanced(replace(state, unserved_since=since), facts, policy)
@@ -205,7 +205,7 @@ def _advanced(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
 
 
 def _promoting(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """End a promotion after the stable engines have been ready for `facts.linger`."""
+    """Complete a promotion once the stable engines have been ready for `facts.linger`."""
     if not facts.is_settled:
         return replace(state, settled_since=None)
 
@@ -224,9 +224,9 @@ def _promoting(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
 
 
 def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> bool:
-    """Return whether a newer revision should wait until the promotion ends.
+    """Return whether a newer revision should wait until the current promotion completes.
 
-    The newer revision waits while engines serve and the promotion has not exceeded its deadline.
+    It waits as long as engines are serving and the promotion has not exceeded its deadline.
     """
     is_late = _elapsed_s(state.since, facts) >= policy.start_deadline
     is_served = facts.is_serving or facts.is_bridged
@@ -236,7 +236,7 @@ def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
 def _keep_stable(
     state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec
 ) -> RolloutProgress:
-    """Return the progress of a service whose spec asks for the stable revision."""
+    """Return the progress of a service whose spec requests the revision that is already stable."""
     if state.stage is RolloutStage.STABLE and facts.is_outdated:
         return _renew(state, facts, policy)
     if state.stage is RolloutStage.STABLE:
@@ -251,7 +251,7 @@ def _keep_stable(
 
 
 def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
-    """Replace the stable engines, because this operator's pod template differs from theirs."""
+    """Replace the stable engines because the operator's pod template has changed."""
     reason = _renewal_reason(facts, policy)
     if reason == ROLLING_OUT:
         state = RolloutProgress(state.stable, facts.now, RolloutStage.PROMOTING)
@@ -259,9 +259,11 @@ def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
 
 
 def _renewal(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> str:
-    """Return the reason to replace stable engines after a rollback (empty without one).
+    """Return the reason, a key in `RENEWALS`, for replacing stable engines after a rollback.
 
-    The rollback keeps its stage. The replacement ends when all stable engines are ready.
+    It is empty if they need not be replaced.
+
+    The stage remains RolledBack. The replacement is complete when all stable engines are ready.
     """
     if state.stage is not RolloutStage.ROLLED_BACK:
         return ""
@@ -277,7 +279,7 @@ def _renewal_reason(facts: RolloutFacts, policy: RolloutSpec) -> str:
 
 
 def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
-    """Begin the rollout of another revision: try it on a canary, or roll it out directly."""
+    """Start rolling out another revision, either with a canary or directly."""
     if _is_paused(facts, policy):
         if state.stage in TRYING:
             state = RolloutProgress(state.stable, facts.now, failed=state.failed)
@@ -368,7 +370,7 @@ def _advance_canary(
 
 
 def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Let the canary replace stable engines in pools without free nodes for additional engines."""
+    """Let the canary take the place of stable engines in pools that lack nodes for more engines."""
     pools = tuple(sorted({*state.replaces, *facts.crowded}))
     if pools == state.replaces:
         return state
@@ -378,7 +380,7 @@ def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress
 
 
 def _wait_for_pods(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Wait while the canary's pools sleep. The trial starts over when a request wakes the pools."""
+    """Wait while the canary's pools are asleep. The trial restarts when a request wakes them."""
     message = f"the canary of {state.canary} waits until its pools have pods again"
     if not state.is_asleep:
         state = replace(_start(state, facts), is_asleep=True)
@@ -430,7 +432,7 @@ def _analyze(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -
 
 
 def _waiting(state: RolloutProgress, policy: RolloutSpec, analysis: Analysis) -> str:
-    """Return a message that explains what a rollout step waits for, and until when."""
+    """Return a message that explains what a rollout step is waiting for, and until when."""
     if analysis.outcome is Outcome.PASS:
         until = _clock(state.since, policy.step_duration)
         return f"good so far, waits for its minimum time until {until}"
@@ -522,7 +524,7 @@ def _elapsed_s(since: datetime, facts: RolloutFacts) -> float:
 
 
 def _clock(since: datetime, wait_s: float) -> str:
-    """Return the UTC time of day at which a wait ends."""
+    """Format the UTC time of day at which a wait ends."""
     return f"{since + timedelta(seconds=wait_s):%H:%M:%S} UTC"
 
 
@@ -532,8 +534,8 @@ def weight_of(state: RolloutProgress, steps: tuple[int, ...], share: float) -> i
     Args:
         state: the progress of the rollout.
         steps: the percentages of the steps.
-        share: the canary's share of all engine pods. It bounds the percentage, so that the canary
-            does not have a higher load than the stable engines.
+        share: the canary's fraction of all engine pods. It caps the percentage, so that the
+            canary's engines are not loaded more heavily than the stable ones.
     """
     if (
         state.is_held

@@ -1,8 +1,8 @@
-"""The state of a rollout that reconciliations share: its progress and its releases. Pure.
+"""The state of a rollout that is kept between reconciliations: its progress and releases. Pure.
 
-The state is text in a ConfigMap. Without the state, the operator cannot distinguish a stable
-revision from a revision that was rolled back. The operator then leaves engines unchanged and
-reports the lost state, instead of rolling out a revision that was not analysed.
+The state is stored as text in a ConfigMap. If it is lost, the operator cannot tell a stable
+revision from one that was rolled back. It then leaves engines unchanged and reports the lost state,
+instead of rolling out a revision that was never analysed.
 """
 
 import dataclasses
@@ -47,13 +47,13 @@ class RolloutState:
     release: Release
     """Release of the stable engines."""
     tried: Release | None = None
-    """Release of the tried or failed revision, or None without one."""
+    """Release of the revision that is being tried or has failed, or None if there is none."""
 
     def revision(self, target: Release) -> str:
-        """Return the revision of the spec's release. A release in this state keeps its revision.
+        """Return the revision of the spec's release. Releases stored here keep their revision.
 
         A revision is a hash of all fields. A newer operator with an additional field would compute
-        another revision for the same release, and would try a failed release again.
+        a different revision for the same release, and would therefore retry a failed release.
         """
         if not changed_pools(target, self.release):
             return self.progress.stable
@@ -61,7 +61,7 @@ class RolloutState:
         return other if other and self.tried == target else revision_of(target)
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
-        """Return the state after a decision about the release that the spec describes."""
+        """Return the state after a rollout decision about the release that the spec describes."""
         revision = self.revision(target)
         other = _other(progress)
         releases = {_other(self.progress): self.tried, revision: target}
@@ -70,7 +70,7 @@ class RolloutState:
 
 
 def _other(progress: RolloutProgress) -> str:
-    """Return the tried or failed revision (empty without one)."""
+    """Return the revision that is being tried or has failed (empty if there is none)."""
     other = progress.canary or progress.failed
     return "" if other == progress.stable else other
 
@@ -78,15 +78,15 @@ def _other(progress: RolloutProgress) -> str:
 def load(
     text: str | None, target: Release, live: Iterable[Mapping[str, Any]] = ()
 ) -> RolloutState | None:
-    """Return the state in a text that `dump` wrote, or None if it cannot be read.
+    """Parse the state from text that `dump` wrote. Return None if it cannot be read.
 
-    The releases are converted to the form of the target's spec.
+    The releases are converted to have the same fields as the target.
 
     Args:
-        text: the kept text, or None without one.
-        target: the release that the spec asks for.
-        live: the service's StatefulSets, whose pods have the environment variables that the text
-            contains as hashes.
+        text: the stored text, or None if there is none.
+        target: the release that the spec requests.
+        live: the service's StatefulSets. Their pod templates contain the values of the environment
+            variables that the text contains only as hashes.
     """
     try:
         kept = json.loads(text or "")
@@ -106,7 +106,7 @@ def load(
 
 
 def _live_engine_tls(target: Release, live: Iterable[Mapping[str, Any]]) -> Any:
-    """Return the live `tls.engines`, which older operators did not keep."""
+    """Return the live `tls.engines` setting, which older operators did not store."""
     secrets = [engine_tls_secret(item) for item in serving_sets(live) if not _is_of_canary(item)]
     if not secrets or (target[ENGINE_TLS] or {}).get(SECRET_NAME) in secrets:
         return target[ENGINE_TLS]
@@ -114,12 +114,12 @@ def _live_engine_tls(target: Release, live: Iterable[Mapping[str, Any]]) -> Any:
 
 
 def serving_sets(stateful_sets: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a service's StatefulSets without those of followers, which take no requests."""
+    """Return a service's StatefulSets, except those of followers, which do not accept requests."""
     return [item for item in stateful_sets if not is_follower(item)]
 
 
 def engine_tls_secret(stateful_set: Mapping[str, Any]) -> str | None:
-    """Return the Secret of the certificate of a StatefulSet's engines, or None for plaintext."""
+    """Return the Secret with the certificate of a StatefulSet's engines, or None for plaintext."""
     pod = stateful_set["spec"].get("template", {}).get("spec", {})
     volumes = pod.get("volumes") or ()
     named = (each["secret"]["secretName"] for each in volumes if each["name"] == ENGINE_TLS_VOLUME)
@@ -132,12 +132,12 @@ def _is_of_canary(item: Mapping[str, Any]) -> bool:
 
 
 def initial(target: Release, now: datetime) -> RolloutState:
-    """Return the state of a new service, whose release is stable."""
+    """Return the state of a new service, whose release counts as stable."""
     return RolloutState(initial_progress(revision_of(target), now), target)
 
 
 def is_canary_running(text: str | None) -> bool:
-    """Return whether a canary gets requests now, according to the stored text."""
+    """Return whether a canary is receiving requests, according to the stored text."""
     try:
         return bool(json.loads(text or "")["state"]["stage"] == RolloutStage.CANARY)
     except (ValueError, KeyError, TypeError):
@@ -145,10 +145,10 @@ def is_canary_running(text: str | None) -> bool:
 
 
 def dump(state: RolloutState) -> str:
-    """Serialise a state as text, with the decisions but without measurements.
+    """Serialise a state as text, including decisions but not measurements.
 
-    More people may read ConfigMaps than services. The values of environment variables may be
-    secrets, so the text has hashes instead.
+    The values of environment variables are replaced with hashes. They may be secrets, and more
+    people may be allowed to read ConfigMaps than services.
     """
     progress = state.progress
     fields = dataclasses.asdict(progress)
@@ -164,7 +164,7 @@ def dump(state: RolloutState) -> str:
 
 
 def unreadable(target: str, now: datetime) -> RolloutProgress:
-    """Return a progress that changes nothing, for a service whose ConfigMaps cannot be read."""
+    """Return a progress that leaves engines unchanged, for unreadable ConfigMaps."""
     message = (
         "the state of the rollout cannot be read: engines stay unchanged until the operator may "
         "list and watch ConfigMaps"
@@ -177,14 +177,14 @@ def unreadable(target: str, now: datetime) -> RolloutProgress:
 def missing(
     name: str, live: Mapping[str, Mapping[str, Any]], target: str, annotation: str, now: datetime
 ) -> RolloutProgress | None:
-    """Return a progress that changes nothing, for a service whose state is lost.
+    """Return a progress that leaves engines unchanged, for a service whose state was lost.
 
-    The result is None if engines already run the revision that the spec asks for.
+    The result is None if the engines already run the revision that the spec requests.
 
     Args:
         name: the name of the service.
         live: the StatefulSets of its pools, by name.
-        target: the revision that the spec asks for.
+        target: the revision that the spec requests.
         annotation: the annotation by which users control the rollout.
         now: the current time, in UTC.
     """

@@ -1,9 +1,9 @@
-"""Orders the steps of a change between TLS and plaintext on connections to engines. Pure.
+"""Orders the steps of switching connections to engines between TLS and plaintext. Pure.
 
-During the change, engines with TLS and engines in plaintext serve at the same time. Before the
-change, routers are replaced by routers that speak both protocols. Afterwards they are replaced by
-routers that speak only the new protocol, because a router that also accepts plaintext cannot
-distinguish an engine from an impostor.
+During the switch, engines with TLS and engines with plaintext serve at the same time. Before the
+switch, routers are replaced with routers that support both. Afterwards, they are replaced with
+routers that support only the new protocol, because a router that accepts plaintext cannot tell an
+engine from an impostor.
 """
 
 import json
@@ -21,7 +21,7 @@ Manifest = Mapping[str, Any]
 
 
 def are_mixed(services: Iterable[Service], stateful_sets: Iterable[Manifest]) -> bool:
-    """Return whether some engines speak TLS and others do not.
+    """Return whether some engines use TLS and others do not.
 
     Args:
         services: the declared service, and the service with its stable engines.
@@ -33,7 +33,7 @@ def are_mixed(services: Iterable[Service], stateful_sets: Iterable[Manifest]) ->
 
 
 def speak_both(deployment: Manifest | None) -> bool:
-    """Return whether a Deployment's routers, or their replacements, accept TLS and plaintext."""
+    """Return whether a Deployment's routers, or their replacements, support TLS and plaintext."""
     return _kept_tls(deployment) is not None
 
 
@@ -48,7 +48,7 @@ def _kept_tls(deployment: Manifest | None) -> EngineTLSSpec | None:
 
 
 def all_speak_both(deployment: Manifest | None) -> bool:
-    """Return whether every live router speaks both TLS and plaintext."""
+    """Return whether every live router supports both TLS and plaintext."""
     if deployment is None or not speak_both(deployment):
         return False
     size = int(deployment["spec"].get("replicas", 1))
@@ -56,12 +56,12 @@ def all_speak_both(deployment: Manifest | None) -> bool:
 
 
 def with_engine_tls(service: Service, stable: Service, deployment: Manifest | None) -> Service:
-    """Return a service whose routers have the TLS settings that all of its engines need.
+    """Return the service with the TLS settings that its routers need to reach all of its engines.
 
     Args:
         stable: the service with its stable engines.
-        deployment: the live Deployment of the routers. While the last engines with TLS end, only
-            its annotation still has the TLS settings.
+        deployment: the live Deployment of the routers. While the last engines with TLS are
+            terminating, only its annotation still contains the TLS settings.
     """
     engines = service.spec.tls.engines or stable.spec.tls.engines or _kept_tls(deployment)
     tls = msgspec.structs.replace(service.spec.tls, engines=engines)
