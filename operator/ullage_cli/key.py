@@ -29,7 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a new API key, and the entry that the tenants' Secret stores for the key.
+    """Print a new API key and its hashed entry for the tenants' Secret.
 
     Raises:
         LocalFailure: the tenant's name is not valid, or the entry cannot be written.

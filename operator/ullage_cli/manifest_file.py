@@ -1,4 +1,4 @@
-"""Reads manifests of services and their bases, and upgrades manifests of 0.1.0."""
+"""Reads manifests of services and of their bases, and upgrades manifests from version 0.1.0."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +38,11 @@ def read_service(path: Path, base_paths: Sequence[Path] = ()) -> Service:
 
 
 def overruled(path: Path, base_paths: Sequence[Path]) -> list[str]:
-    """Return the paths of fields that the manifest sets to their defaults but a base overrides."""
+    """Return the paths of fields that are set to their default and therefore overridden by a base.
+
+    A base takes precedence over default values, so setting such a field in the manifest has no
+    effect.
+    """
     if not base_paths:
         return []
 
@@ -82,9 +86,9 @@ def _read_object(path: Path, kind: str) -> Any:
 
 
 def upgraded_manifest(path: Path) -> tuple[str, list[str]]:
-    """Return a manifest of 0.1.0 with the current fields, and a line for each changed value.
+    """Convert a 0.1.0 manifest to the current fields. Also return one line per changed value.
 
-    Objects of other kinds stay unchanged.
+    Objects of other kinds are left unchanged.
 
     Raises:
         LocalFailure: the file has no LLMService, or fields cannot be upgraded (one line for each).
@@ -126,7 +130,7 @@ def _name_of(service: dict[str, Any]) -> str:
 
 
 def _services(documents: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the LLMServices of documents, including those in a List."""
+    """Yield the LLMServices in parsed documents, including those nested in a List."""
     for document in documents:
         if not isinstance(document, dict):
             continue

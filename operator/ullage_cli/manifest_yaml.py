@@ -1,7 +1,7 @@
-"""Reads YAML as `kubectl apply` does: as JSON, in which no key occurs twice.
+"""Reads YAML the way `kubectl apply` does: as JSON in which no key occurs twice.
 
-Dates and keys become text, and values that JSON cannot represent are refused. The file's length,
-its nesting depth and the expansion of its anchors are bounded, because a file of a kilobyte can
+Dates and keys become text, and values that JSON cannot represent are rejected. The file's length,
+its nesting depth and the expansion of its anchors are limited, because a one-kilobyte file can
 expand to terabytes.
 """
 
@@ -17,9 +17,9 @@ from ullage_operator.api.errors import LocalFailure, Problem
 from ullage_operator.api.schema import join
 
 MAX_BYTES = 1 << 20
-"""Maximum size of a file in bytes. etcd does not store an object of 1.5 MiB."""
+"""Maximum size of a file in bytes, below the 1.5 MiB at which etcd rejects an object."""
 MAX_NODES = 100_000
-"""Maximum number of values in a document. Each use of an alias counts its values again."""
+"""Maximum number of values in a document. Each use of an alias counts all values it expands to."""
 MAX_DEPTH = 100
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
@@ -90,10 +90,10 @@ def _one_line(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that accepts only JSON values and refuses duplicate keys."""
+    """A YAML loader that accepts only JSON values and rejects duplicate keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return the next node. Raise an error if nodes are too many or too deeply nested."""
+        """Return the next node. Raise an error if nodes are too many or nested too deeply."""
         self.depth: int = getattr(self, "depth", 0) + 1
         self.num_nodes: int = getattr(self, "num_nodes", 0) + 1
         if self.depth > MAX_DEPTH:
@@ -108,10 +108,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check_scalar(self, node: yaml.ScalarNode) -> None:
-        """Refuse a tag whose type does not match the text, for example `!!bool x`.
-
-        Long numbers are refused, too.
-        """
+        """Reject overlong numbers, and tags that do not fit their text, such as `!!bool x`."""
         if node.tag in (_INT, _FLOAT) and len(node.value) > _MAX_NUMBER:
             text = f"a number of {len(node.value)} characters; write text in quotes"
             raise yaml.composer.ComposerError(None, None, text, node.start_mark)
@@ -123,23 +120,23 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, text, node.start_mark)
 
     def _refusal(self, text: str) -> yaml.YAMLError:
-        """Return an error that points at the next event's position in the file."""
+        """Return a YAML error located at the parser's next event."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         return yaml.composer.ComposerError(None, None, text, mark)
 
     def compose_document(self) -> Any:
-        """Return the root node of the next document, or refuse a document that expands too far."""
+        """Return the next document's root node. Reject documents whose aliases expand too far."""
         node = super().compose_document()
         if node is not None:
             self._check_size(node, {}, set())
         return node
 
     def _check_size(self, node: yaml.Node, sizes: dict[int, int], within: set[int]) -> int:
-        """Count the values of a node with its aliases, and refuse a node that contains itself.
+        """Count a node's values with aliases expanded, and reject a node that contains itself.
 
         Args:
             node: the node to count.
-            sizes: numbers of values that were already counted, by the node's `id()`.
+            sizes: counts of the nodes that were already visited, by the node's `id()`.
             within: the `id()` of each node that contains this node.
         """
         if id(node) in sizes:
@@ -166,7 +163,7 @@ class _Loader(yaml.SafeLoader):
         return total
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
-        """Convert keys to text, and refuse duplicate keys."""
+        """Convert keys to text, and reject duplicate keys."""
         seen: dict[str, yaml.Mark] = {}
         for index, (key, value) in enumerate(node.value):
             if key.tag == _MERGE:
@@ -185,7 +182,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _plain(tag: str, form: re.Pattern[str]) -> re.Pattern[str]:
-    """Return a pattern for plain scalars that excludes sexagesimal numbers such as 12:30:45."""
+    """Restrict a pattern for unquoted values, so that 12:30:45 is not read as a base-60 number."""
     if tag not in (_INT, _FLOAT):
         return form
     return re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags)

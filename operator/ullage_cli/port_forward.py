@@ -7,13 +7,13 @@ import subprocess
 from ullage_operator.api.errors import LocalFailure
 
 FORWARD_TIMEOUT_S = 20.0
-"""Maximum time in seconds until kubectl prints the local address."""
+"""Seconds to wait for kubectl to print the local address."""
 
 
 class PortForward:
-    """A running `kubectl port-forward`, which is restarted if the process has ended.
+    """A running `kubectl port-forward`, which is restarted if it has exited.
 
-    For example, the process ends when its pod is replaced.
+    For example, it exits when its pod is replaced.
 
     Args:
         namespace: namespace of the target.
@@ -33,7 +33,7 @@ class PortForward:
         self._stop()
 
     def url(self) -> str:
-        """Return the forwarded port's URL on this machine, and start kubectl if it does not run.
+        """Return the forwarded port's URL on this machine, starting kubectl if it is not running.
 
         Raises:
             LocalFailure: kubectl is not installed, or cannot forward the port.

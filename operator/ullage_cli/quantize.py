@@ -11,7 +11,7 @@ MODULE = "ullage_engine.quantize.convert"
 """Module of the engine's tool. It runs as a process, because the CLI does not import the engine."""
 
 EXPECTED_STATUSES = (0, 2, 130, 143)
-"""Exit statuses that are passed on: success, an error that the tool printed, SIGINT, SIGTERM."""
+"""Exit statuses to pass through: success, an error that the tool printed, SIGINT and SIGTERM."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -80,7 +80,7 @@ def port(text: str) -> int:
 
 
 def collector(text: str) -> TracingSection:
-    """Return the tracing section for the OTLP collector at a URL.
+    """Return tracing settings for the OTLP collector at a URL.
 
     The transport is HTTP if the port is 4318 or the URL has a path, and gRPC otherwise.
     """
@@ -160,7 +160,7 @@ async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> Non
         state_file: another file to which state.json is written.
 
     Raises:
-        LocalFailure: a pod can never work. All processes have ended before the error is raised.
+        LocalFailure: a pod failed for good. All processes have exited before the error is raised.
     """
     console = Console(highlight=False)
     stop = asyncio.Event()
@@ -229,7 +229,7 @@ async def _first_of(
     """Wait until a pod has failed, all pods are ready, or `stop` is set.
 
     Args:
-        failed: future that fails with the error of a pod that can never work.
+        failed: future that fails if a pod fails for good.
         ready: task that ends when all pods are ready, or None to wait only for the other two.
         stop: event that a signal sets.
 

@@ -1,5 +1,5 @@
 """Plans how a service runs on this machine: its pods become commands, files and loopback ports.
 
-This package starts no processes, because `ullage_cli.processes` does that. It does not access a
+This package does not start processes (`ullage_cli.processes` does), and it never accesses a
 cluster.
 """

@@ -1,4 +1,4 @@
-"""Builds each pod's configuration file: the file for a cluster, with this machine's addresses."""
+"""Builds each pod's configuration file: the cluster's file, adapted to this machine's addresses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from ullage_operator.api.spec import Service
 from ullage_operator.manifests.config_files import adapters_file, to_yaml
 
 ADAPTERS_DIR = "adapters"
-"""Folder of the adapters file. No pod has this name, because pod names end with numbers."""
+"""Folder for the adapters file. Pod names end in numbers, so no pod's folder has this name."""
 
 LISTENERS = {"http": "http", "grpc": "grpc", "metrics": "metrics", "probe": "probes"}
 """Maps a container port's name to the section of the router's configuration for that port."""
@@ -71,7 +71,9 @@ def _local_engine(
     cores: Document,
     pool: Sequence[str],
 ) -> Document:
-    """Return an engine's configuration for this machine, where all engines share prepared weights.
+    """Adapt an engine's cluster configuration to this machine.
+
+    All engines on this machine share one folder of prepared weights.
 
     Args:
         document: the engine's configuration in a cluster.
@@ -114,11 +116,11 @@ def _local_router(
     ports: Mapping[str, int],
     targets: Mapping[str, Sequence[str]],
 ) -> dict[str, Document]:
-    """Return the router's configuration files by name.
+    """Adapt the router's configuration files to this machine, and return them by name.
 
-    The addresses of a pool's engines replace the pool's Service name, and a pool without engines is
-    left out. No canary can run on this machine, so the rollout file has only the adapters of
-    engines that sleep. Without adapters there is no rollout file.
+    A pool's Service name is replaced by the addresses of the pool's engines. Pools without engines
+    are dropped. Canaries cannot run on this machine, so the rollout file lists only the adapters of
+    sleeping engines, and is omitted if there are none.
 
     Args:
         data: the router's configuration files in a cluster, by name.

@@ -1,8 +1,7 @@
-"""Converts the operator's plan for one machine: pods become commands, files and ports.
+"""Adapts the operator's plan to one machine: pods become commands, files and ports.
 
-Addresses of the cluster become loopback addresses, volumes become folders, and a Secret becomes a
-folder with one file per key. This module reserves ports, but it writes no files and starts no
-processes.
+Cluster addresses become loopback addresses, volumes become folders, and a Secret becomes a folder
+with one file per key. This module reserves ports, but it writes no files and starts no processes.
 """
 
 import contextlib
@@ -32,9 +31,9 @@ from ullage_operator.planning.plan import plan
 from ullage_operator.policy.pool_sizes import autoscaling_of, replicas
 
 MAX_SOCKET_PATH = 107
-"""Maximum length of a Unix socket's path in bytes (`sockaddr_un` has 108 with the final zero)."""
+"""Maximum length of a Unix socket's path in bytes (`sockaddr_un` has 108, with the final null)."""
 SOCKET_NAME = "/worker-9999.ipc"
-"""Longest name of a socket that an engine creates in its folder."""
+"""Longest socket name that an engine creates in its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,12 @@ class LocalPlan:
 
     model: str
     pods: list[Pod]
-    """All pods, including pods of autoscaled pools that do not run yet."""
+    """All pods, including those of autoscaled pools that are not running yet."""
     files: list[File]
     policies: Mapping[str, AutoscalingSpec] = field(default_factory=dict)
     """Autoscaling policy of each autoscaled pool, by the pool's name."""
     engines: Sequence[str] = ()
-    """One line per pool, with the engine that is expected to run it and the reason."""
+    """One line of text per pool: its expected engine (native or vLLM), and the reason."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Initial number of engines in each autoscaled pool, by the pool's name."""
     folders: Sequence[Path] = ()
@@ -115,12 +114,12 @@ def plan_local(
 
 
 def _adapted(service: Service, log_level: str) -> Service:
-    """Return the service with the changes that it needs to run on this machine.
+    """Return a copy of the service, adapted so that it can run on this machine.
 
-    Every pool has its maximum number of engines, so that all of them have ports and files from the
-    start. There is one router, because several routers would share one port. A service without a
-    log level gets `log_level`. Profiling is on, because its ports are on loopback, where only the
-    user of this machine can reach them.
+    Every pool is planned at its maximum size, so that all of its engines have ports and files from
+    the start. There is only one router, because several routers would compete for the same port. A
+    service without a log level gets `log_level`. Profiling is enabled, because its ports are on
+    loopback, where only this machine's user can reach them.
     """
     replace = msgspec.structs.replace
     spec = service.spec
@@ -141,13 +140,16 @@ def _adapted(service: Service, log_level: str) -> Service:
 
 
 def _policies(service: Service) -> dict[str, AutoscalingSpec]:
-    """Return each autoscaled pool's policy. `ullage up` scales pools of every provider itself."""
+    """Return each autoscaled pool's policy.
+
+    `ullage up` scales these pools itself, whichever autoscaling provider they name.
+    """
     autoscaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
     return {name: scaling for name, scaling in autoscaling.items() if scaling}
 
 
 def _engine_lines(service: Service, has_vllm: bool) -> list[str]:
-    """Return one line per pool, with its expected engine and the reason."""
+    """Return one line of text per pool: its expected engine (native or vLLM), and the reason."""
     spec = service.spec
     on_cuda = {"cuda": True, "cpu": False}.get(spec.device)
     place = "this environment"

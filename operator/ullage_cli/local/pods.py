@@ -1,4 +1,4 @@
-"""Converts pods to commands with arguments, environment, folders as volumes, and loopback ports."""
+"""Converts pods to local commands: arguments, environment, folders for volumes, and ports."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,12 @@ from ullage_cli.local.workloads import Manifest, pod_names, pod_spec, workloads
 from ullage_operator.api import naming
 
 ENTRY_POINTS = {"ullage-engine": "ullage_engine.main", "ullage-router": "ullage_router.main"}
-"""Python module for each command of the images. This interpreter runs the modules."""
+"""Maps each container command to the Python module that this interpreter runs instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """One replica of a pod template, as a process."""
+    """A replica of a pod template that runs as a local process."""
 
     name: str
     owner: str
@@ -95,9 +95,10 @@ def _entry_point(command: Sequence[str]) -> list[str]:
 
 
 def _variable_value(variable: Manifest, pod_name: str) -> str:
-    """Return an environment variable's literal value (empty if none is given).
+    """Return an environment variable's literal value (empty if none is given), or the pod's name.
 
-    `metadata.name` is the only downward-API field that the manifests use.
+    The pod's name is the value for `metadata.name`, which is the only downward API field that the
+    manifests use.
     """
     if "valueFrom" not in variable:
         return str(variable.get("value") or "")
@@ -116,7 +117,7 @@ def _mounts(container: Manifest, run_dir: Path, pod_name: str) -> dict[str, Path
 
 
 def _translate(text: str, env: Mapping[str, str], mounts: Mapping[str, Path]) -> str:
-    """Expand $(NAME) as the kubelet does, and replace a mount path with its local folder."""
+    """Expand $(NAME) as the kubelet does, and map a leading mount path to its local folder."""
     for name, value in env.items():
         text = text.replace(f"$({name})", value)
 

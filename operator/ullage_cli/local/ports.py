@@ -1,4 +1,4 @@
-"""Chooses the loopback ports of all pods, and reserves them until the pods have bound them."""
+"""Chooses loopback ports for all pods, and reserves them until the pods have bound them."""
 
 import contextlib
 import socket
@@ -58,10 +58,10 @@ def _check_distinct(fixed: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def _reserve(port: int, name: str, reserved: contextlib.ExitStack) -> int:
-    """Bind a port, so that the kernel does not assign it to a program that requests any free port.
+    """Bind a port, so that the kernel does not assign it to another program that asks for any port.
 
     The pod's server can still bind the port, because this socket does not listen and both sockets
-    have SO_REUSEADDR.
+    set SO_REUSEADDR.
     """
     sock = socket.socket()
     # SO_REUSEADDR also allows a port whose old connections linger in TIME_WAIT.

@@ -17,9 +17,9 @@ from ullage_operator.api import naming
 from ullage_operator.manifests.config_files import to_yaml
 
 MIN_OWN_CORES = 2
-"""Minimum number of physical cores per worker for which engines get separate cores.
+"""Minimum number of physical cores per worker for giving each engine its own cores.
 
-With fewer cores per worker, separate cores would leave most of the machine idle while only one
+With fewer cores per worker, dedicated cores would leave most of the machine idle whenever only one
 engine is busy.
 """
 
@@ -30,8 +30,8 @@ EngineConfigs = Mapping[str, Mapping[str, Any]]
 def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
     """Return the plan's objects with a memory budget for every worker.
 
-    Workers without `deviceBytes` get equal parts of the machine's usable memory, after the budgets
-    of the other workers and the requested host tiers are subtracted.
+    Workers without `deviceBytes` split the machine's usable memory equally, after the budgets of
+    the other workers and the requested host tiers are subtracted.
     """
     engines: dict[str, dict[str, Any]] = {
         item["metadata"]["name"]: yaml.safe_load(item["data"][naming.ENGINE_CONFIG])
@@ -77,7 +77,7 @@ def _host_tier_bytes(engines: EngineConfigs, num_pods: Mapping[str, int]) -> int
 
 
 def machine_cores() -> list[list[int]]:
-    """Return the physical cores that this process may use, each as its hardware threads."""
+    """Return the physical cores that this process may use, each as a list of hardware threads."""
     allowed = sorted(os.sched_getaffinity(0))
     return physical_cores(allowed[: usable_cores()])
 
@@ -85,17 +85,17 @@ def machine_cores() -> list[list[int]]:
 def share_cores(
     objects: Sequence[Manifest], cores: Sequence[Sequence[int]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the CPU core settings for the section `server` of each engine, by pod name.
+    """Return each engine's CPU core settings (for its `server` section), by pod name.
 
-    A single engine gets all cores. Several engines get separate cores, in proportion to their
-    workers, if there are at least MIN_OWN_CORES for each worker. Otherwise all engines share all
-    cores, and threads that wait for one another sleep instead of spinning. All engines of an
-    autoscaled pool count, whether they run or not.
+    A single engine gets all cores. Several engines get dedicated cores, in proportion to their
+    workers, if there are at least MIN_OWN_CORES per worker. Otherwise all engines share all cores,
+    and threads that wait for one another sleep instead of spinning. Every engine of an autoscaled
+    pool counts, even if it is not running.
 
     Args:
         objects: the operator's plan.
-        cores: physical cores, each as its hardware threads. The threads of a core go to the same
-            engine, because they take turns in computing.
+        cores: physical cores, each as a list of hardware threads. All threads of a core go to the
+            same engine, because they compete for the core's execution units.
     """
     num_workers = _workers_by_pod(objects)
     if len(num_workers) == 1:

@@ -1,4 +1,4 @@
-"""Keeps one pod's process running. Restarts the process after a crash, and reads its output."""
+"""Keeps one pod's process running: restarts it after a crash, and captures its output."""
 
 import asyncio
 import contextlib
@@ -21,22 +21,25 @@ MAX_BACKOFF_S = 10.0
 STEADY_S = 60.0
 """Seconds of readiness after which a process's restart backoff is reset."""
 MAX_FAILURES = 5
-"""Number of consecutive exits at which the pod fails for good. A steady run resets the count."""
+"""Number of consecutive exits after which the pod fails for good.
+
+A run that was ready for STEADY_S resets the count.
+"""
 
 READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 20
 """Maximum length of an output line in bytes. A longer line is logged as several lines."""
 TAIL_LINES = 5
-"""Number of log lines in the error message of a pod that printed no error itself."""
+"""Number of log lines to show in the error if a pod printed no error message itself."""
 
 MISUSE = 2
-"""Exit status that reports a configuration that can never work."""
+"""Exit status of a process whose configuration can never work. It is not restarted."""
 PR_SET_PDEATHSIG = 1
-"""prctl's option for the signal that a process gets when its parent ends (linux/prctl.h)."""
+"""prctl option for the signal that a process gets when its parent exits (linux/prctl.h)."""
 
 
 class PodFailed(LocalFailure):
-    """Error of a pod that no restart can fix. The message is the pod's last error."""
+    """Raised if restarting a pod cannot help. The message is the pod's last error."""
 
 
 class PodProcess:
@@ -65,7 +68,7 @@ class PodProcess:
         return self._process.pid if self._process else 0
 
     async def run(self) -> None:
-        """Keep the process running until `stop`.
+        """Run the process and restart it whenever it exits, until `stop` is called.
 
         Raises:
             PodFailed: the process exited too often in a row, or with a status that no restart can
@@ -110,14 +113,14 @@ class PodProcess:
             await process.wait()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and its children, without a restart afterwards."""
+        """Send SIGKILL to the process and its children, and do not restart it."""
         self._stopping.set()
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _run_once(self) -> int:
-        """Run the process until it ends, and return its exit status."""
+        """Run the process until it exits, and return its exit status."""
         self._last_error = ""
         self.ready_since = None
         self._process = await asyncio.create_subprocess_exec(
@@ -148,10 +151,10 @@ class PodProcess:
         self.ready_since = time.monotonic()
 
     def _was_steady(self) -> bool:
-        """Return whether the process that ended had been ready for at least STEADY_S.
+        """Return whether the exited process had been ready for at least STEADY_S.
 
-        The startup time does not count, because a long start does not mean that the next start
-        succeeds.
+        Startup time does not count, because a long startup does not mean that the next one will
+        succeed.
         """
         ready_since = self.ready_since
         return ready_since is not None and time.monotonic() - ready_since > STEADY_S
@@ -167,18 +170,19 @@ class PodProcess:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends for any reason.
+    """Ask the kernel to kill this process when its parent exits for any reason.
 
     This function runs in the child process before exec. The signal is SIGKILL, because no parent
-    would be left to follow up on a SIGTERM. An engine's worker makes the same request.
+    would be left to escalate if the process ignored a SIGTERM. An engine's worker makes the same
+    request.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def lines_of(output: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Yield output lines as they arrive, and split lines that are longer than LONGEST_LINE.
+    """Yield output lines as they arrive, and split lines that exceed LONGEST_LINE.
 
-    At most one line is held in memory.
+    At most one line is buffered in memory.
     """
     pending = b""
     while chunk := await output.read(READ_BYTES):

@@ -1,6 +1,6 @@
-"""Runs the pods of a plan as processes, and ends all of them when the service stops.
+"""Runs the pods of a plan as processes, and stops all of them when the service stops.
 
-Pools scale by the same load reports and the same decisions as in a cluster.
+Pools are scaled from the same load reports, and by the same decisions, as in a cluster.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 
 END_TIMEOUT_S = 20.0
-"""Seconds within which all processes must end after they were told to stop."""
+"""Seconds to wait for all processes to exit after they were told to stop."""
 
 OnProgress = Callable[[str, str], None]
 """Called with a pod's name and its progress."""
@@ -53,15 +53,16 @@ class LocalRuntime:
 
     @property
     def processes(self) -> list[PodProcess]:
-        """Processes of the pods that currently run."""
+        """Processes of the pods that are currently running."""
         return list(self._running.values())
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Future[None]]:
-        """Run all processes within the block.
+        """Run all processes for the duration of the `async with` block.
 
-        The block gets a future that never succeeds and fails with `PodFailed`. At the end of the
-        block, routers stop before engines, so that running streams can finish without an error.
+        The block receives a future that fails with `PodFailed` if a pod fails for good, and never
+        succeeds. At the end of the block, routers stop before engines, so that running streams can
+        finish without an error.
         """
         self._failed = asyncio.get_running_loop().create_future()
         for process in self.processes:
@@ -81,7 +82,7 @@ class LocalRuntime:
                 self._failed.exception()
 
     async def scale(self, pool: str, size: int) -> None:
-        """Resize a pool: start pods, or stop the last pods and wait until they have ended."""
+        """Resize a pool: start pods, or stop the last pods and wait until they have exited."""
         sizes = {pool: size}
         for pod in self._pods:
             if pod.part != f"pools.{pool}":
@@ -99,7 +100,7 @@ class LocalRuntime:
                 self._on_progress(pod.name, "asleep" if size == 0 else "stopped")
 
     def kill(self) -> None:
-        """End all processes at once, without their grace periods."""
+        """Kill all processes immediately, without waiting for their grace periods."""
         for process in self.processes:
             process.kill()
 
@@ -115,7 +116,7 @@ class LocalRuntime:
         self._runs[process.pod.name] = asyncio.create_task(self._run(process))
 
     async def _end_runs(self) -> None:
-        """Wait until all stopping processes have ended."""
+        """Wait until all stopping processes have exited."""
         if self._runs:
             await asyncio.wait(self._runs.values(), timeout=END_TIMEOUT_S)
         for run in self._runs.values():
@@ -138,9 +139,10 @@ class LocalRuntime:
 
 
 def is_among(pods: Sequence[Pod], pod: Pod, sizes: Mapping[str, int]) -> bool:
-    """Return whether a pod's index in its pool is below the pool's size.
+    """Return whether a pod runs while its pool has the given size.
 
-    The result is always True for routers and for pods of pools without a size.
+    A pool of size 2, for example, runs its first two pods. The result is always True for routers
+    and for pods of pools without a size.
     """
     size = sizes.get(pod.part.removeprefix("pools."))
     mates = [each.name for each in pods if each.part == pod.part]
@@ -154,7 +156,7 @@ async def keep_scaled(
     metrics_port: int,
     on_scaled: OnScaled,
 ) -> None:
-    """Start and stop engines according to the router's load reports, until cancelled.
+    """Scale the pools according to the router's load reports until cancelled.
 
     Args:
         runtime: the processes to scale.

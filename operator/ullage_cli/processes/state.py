@@ -93,7 +93,7 @@ def _modified(path: Path) -> float:
 
 
 def engines_of(folder: Path) -> list[Mapping[str, Any]]:
-    """Return the engines in a run directory's state file (empty if the service just ended)."""
+    """Return the engines in a run directory's state file (empty if the service just stopped)."""
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

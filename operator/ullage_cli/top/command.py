@@ -138,7 +138,7 @@ def _watch(router: "RouterPages", options: argparse.Namespace) -> None:
 
 
 def _frames(router: "RouterPages", interval_s: float) -> Iterator[tuple[Frame | None, str]]:
-    """Yield at every interval either a frame, or None and the reason why there is no frame."""
+    """Yield one frame per interval, or None and the reason if the router cannot be sampled."""
     before = router.sample()
     while True:
         time.sleep(interval_s)

@@ -113,7 +113,7 @@ def _engines_table(frame: Frame, with_blocks: bool) -> Table:
 
 
 def bar(engine: EngineRow, cells: str) -> Text:
-    """Draw a KV pool as a bar with at least one cell for each part that is not empty."""
+    """Draw a KV pool as a bar, in which every part that is not empty gets at least one cell."""
     sizes = (engine.used_bytes, engine.committed_bytes, engine.reclaimable_bytes)
     text = Text()
     num_free = BAR_CELLS

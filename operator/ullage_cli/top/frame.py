@@ -1,4 +1,4 @@
-"""Computes the figures that `ullage top` shows at one moment, from two samples of a router.
+"""Computes the values that `ullage top` shows at one moment, from two samples of a router.
 
 This module has only pure functions. They use neither HTTP nor a clock.
 """
@@ -35,7 +35,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class EngineRow(msgspec.Struct, frozen=True):
-    """The figures of one engine. All sizes are in bytes of its KV pool."""
+    """The values shown for one engine. All sizes are in bytes of its KV pool."""
 
     id: str
     pool: str
@@ -45,7 +45,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     pressure_level: int = 0
     pool_bytes: int = 0
     used_bytes: int = 0
-    """Bytes of running sequences' KV."""
+    """Bytes that hold the KV of running sequences."""
     committed_bytes: int = 0
     """Bytes that are reserved for admitted requests but not used yet."""
     reclaimable_bytes: int = 0
@@ -69,7 +69,7 @@ class DecisionRow(msgspec.Struct, frozen=True):
 
 
 class LatestRow(msgspec.Struct, frozen=True):
-    """A finished request in the list of the latest requests."""
+    """A row in the list of the latest finished requests."""
 
     request_id: str
     arrived: float
@@ -88,7 +88,7 @@ class LatestRow(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """All figures that the display shows at one moment."""
+    """All values that the display shows at one moment."""
 
     model: str
     ready: bool
@@ -96,7 +96,7 @@ class Frame(msgspec.Struct, frozen=True):
     tokens_per_s: float
     """Decode speed of all running sequences on all engines."""
     answered_tokens_per_s: float
-    """Tokens per second in finished answers."""
+    """Output tokens of finished answers, per second."""
     refused_per_s: float
     inflight: int
     queue_requests: int

@@ -1,4 +1,4 @@
-"""Finds the steps of one request in log lines, and sorts the steps by time."""
+"""Extracts the steps of one request from log lines, and sorts them by time."""
 
 import json
 from collections import defaultdict, deque
@@ -35,13 +35,13 @@ _ORDER = (
     ("engine", "finished"),
     ("router", "finished"),
 )
-"""Order of events in the same millisecond, because log lines have whole milliseconds."""
+"""Order of events with the same timestamp, because log lines have only millisecond precision."""
 _PLACES = {key: place for place, key in enumerate(_ORDER)}
 
 _HIDDEN = frozenset({"time", "level", "logger", "message", "request_id", "event", "process"})
 """Fields of log lines that are hidden or shown in a separate column."""
 _IN_TIMELINE = frozenset({"decided", "resumed", "lost"})
-"""Events in the router's log that are repeated in the timeline of the request's last line."""
+"""Router events that also appear in the timeline of the request's final log line."""
 _SUMMARY = (
     "status",
     "error",
@@ -57,7 +57,7 @@ _SUMMARY = (
     "coalesced_with",
     "tenant",
 )
-"""Fields of the router's last line about a request that describe the request as a whole."""
+"""Fields of the router's final log line that describe the request as a whole."""
 
 
 class TraceStep(NamedTuple):
@@ -78,10 +78,10 @@ class TraceStep(NamedTuple):
 
 
 def steps_of(request_id: str, logs: Iterable[Log]) -> list[TraceStep]:
-    """Return the steps of a request in order of time.
+    """Return the steps of a request in chronological order.
 
-    The router's last line about a request has a timeline. Earlier lines of that router are left out
-    if the timeline has the same events.
+    The router's final log line about a request contains a timeline. Earlier lines from that router
+    are skipped if the timeline already covers their events.
     """
     steps: list[TraceStep] = []
     for log in logs:
@@ -96,11 +96,11 @@ def steps_of(request_id: str, logs: Iterable[Log]) -> list[TraceStep]:
 
 
 def _merged(steps: list[TraceStep]) -> Iterator[TraceStep]:
-    """Yield the steps of all processes by time, and keep the order within each process.
+    """Yield the steps of all processes in chronological order, keeping each process's own order.
 
-    Times never decrease. Log lines have whole milliseconds and a router's timeline has fractions,
-    so a cause in the timeline may seem later than its effect in a log. The effect then gets the
-    time of the cause.
+    A router's timeline is more precise than log lines, which have only millisecond precision. A
+    cause in the timeline can therefore appear to be later than its effect in a log. In that case,
+    the effect is given the time of the cause, so that times never decrease.
     """
     waiting: dict[tuple[str, str], deque[TraceStep]] = defaultdict(deque)
     for step in sorted(steps, key=lambda step: step.at):
@@ -117,7 +117,7 @@ def _merged(steps: list[TraceStep]) -> Iterator[TraceStep]:
 
 
 def _order(step: TraceStep) -> tuple[datetime, int]:
-    """Return the sort key of a step: the millisecond, then the event's place in _ORDER."""
+    """Return the sort key of a step: the millisecond, then the event's position in _ORDER."""
     millisecond = step.at.replace(microsecond=step.at.microsecond // 1000 * 1000)
     return millisecond, _PLACES.get((step.process, step.event), len(_ORDER))
 
@@ -137,7 +137,7 @@ def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
 
 
 def _is_in_timeline(line: Mapping[str, Any]) -> bool:
-    """Return whether the timeline in the router's last line repeats this line's event."""
+    """Return whether the timeline in the router's final log line also covers this line's event."""
     return _process(line) == "router" and line.get("event") in _IN_TIMELINE
 
 
@@ -157,7 +157,7 @@ def _step(line: dict[str, Any], pod: str) -> TraceStep:
 
 
 def _timeline(line: dict[str, Any], pod: str) -> Iterator[TraceStep]:
-    """Yield the steps from the timeline in the router's last line about a request."""
+    """Yield the steps in the timeline of the router's final log line about a request."""
     arrived = float(line["arrived"])
 
     def at(seconds: float) -> datetime:
