@@ -1,6 +1,6 @@
-"""Code that the operator, the router and engines share.
+"""Code shared by the operator, the router and engines.
 
-This package depends on the generated protobuf code, and on none of the packages that use it.
+This package depends on the generated protobuf code, but on none of the packages that import it.
 """
 
 from importlib.metadata import PackageNotFoundError
@@ -8,9 +8,9 @@ from importlib.metadata import version as installed_version
 
 
 def version() -> str:
-    """Return the installed version of Ullage, or "unknown" if its sources run uninstalled.
+    """Return the installed version of Ullage, or "unknown" if it is not installed.
 
-    The version is only shown to people: in `--version`, traces, labels and image tags.
+    The version is for display only: in `--version`, traces, labels and image tags.
     """
     try:
         return installed_version("ullage")

@@ -13,7 +13,7 @@ with the sequence holds
 Samples share the full blocks of their prompt before its last token. Each sample computes the last
 token itself, and writes to its own copy of the block with that token. The original block remains
 until all samples have copied it. Engines that recompute the block for each sample have no original
-block (see `copies_shared_block`). Blocks in an engine's prefix cache cost nothing, but only the
+block (see `copies_shared_block`). Blocks in an engine's prefix cache are free, but only the
 engine knows which blocks are cached.
 
 Sliding windows: a cache group with a window frees a block once the window has moved past the block.
@@ -51,7 +51,7 @@ UNBOUNDED_TOKENS = (1 << 31) - 1
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
-    """Layers with the same kind of cache: full attention, a sliding window, or states."""
+    """Layers with the same kind of cache: full attention, a sliding window or recurrent states."""
 
     bytes_per_token: int
     """Bytes per token over all layers and ranks (for states, a block's bytes per token)."""
@@ -132,7 +132,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
         return max((group.window_tokens for group in self.groups), default=0)
 
     def decode_read_bytes(self, num_tokens: int) -> int:
-        """Return the KV bytes that one decode step reads after `num_tokens` tokens."""
+        """Return the KV bytes that one decode step reads for a sequence of `num_tokens` tokens."""
         return sum(
             group.bytes_per_token * min(num_tokens, group.window_tokens or num_tokens)
             for group in self.groups
@@ -226,7 +226,7 @@ def _most_held(
     shared: int,
     original: int,
 ) -> int:
-    """Return the maximum number of blocks of a sample while its first `num_tokens` are computed.
+    """Return the peak number of blocks that a sample holds while computing `num_tokens` tokens.
 
     Args:
         shared: number of blocks in each block table that belong to another sample.
@@ -274,7 +274,7 @@ def most_tokens(
 def _most_windowed(
     profile: MemoryProfile, blocks: int, prompt_tokens: int | None, samples: int
 ) -> int:
-    """Find the longest sequence that needs at most `blocks` blocks, by bisection."""
+    """Return the length of the longest sequence that fits in `blocks` blocks, by bisection."""
     size = profile.block_tokens
 
     def price(num_blocks: int) -> int:

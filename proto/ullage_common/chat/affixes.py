@@ -1,8 +1,8 @@
-"""The special tokens that a tokenizer puts around a text, for example BOS and EOS.
+"""The special tokens that a tokenizer adds around a text, such as BOS and EOS.
 
-Routers and engines tokenise raw prompts in the same way. The post-processor in tokenizer.json adds
-special tokens. A tokenised prompt has each of them exactly once, even if its text already spells
-them.
+Routers and engines tokenise raw prompts in the same way. The post-processor in tokenizer.json
+defines the special tokens to add. If a prompt's text already spells one of them, it is not added a
+second time.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Affixes:
         return [*prefix, *ids, *suffix] if prefix or suffix else ids
 
     def missing(self, ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the prefix and the suffix that a text's token ids lack."""
+        """Return the prefix tokens and the suffix tokens that a text's token ids lack."""
         prefix = () if tuple(ids[: len(self.prefix)]) == self.prefix else self.prefix
         end = len(ids) - len(self.suffix)
         has_suffix = end >= 0 and tuple(ids[end:]) == self.suffix

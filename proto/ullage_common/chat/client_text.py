@@ -1,16 +1,16 @@
-"""Client text that cannot forge special tokens while a chat template renders it.
+"""Strings for client text that cannot forge special tokens when a chat template renders it.
 
-A special token in a prompt begins or ends a turn. Only the template may write special tokens. Text
-from clients or tools may only spell them. While a template renders, the characters in client text
-that a special token needs are therefore replaced by marks, which are private-use characters. No
-operation of a template, such as slicing, joining or JSON, turns a mark back into its character. All
-special tokens in the rendered text then come from the template. After the text has been split at
-these tokens, the marks are replaced by the original characters.
+A special token in a prompt begins or ends a turn, so only the template may write special tokens.
+Text from clients or tools may spell them, but must not produce them. Before a template renders,
+every character of client text that could form a special token is therefore replaced by a mark,
+which is a private-use character. No operation of a template, such as slicing, joining or JSON
+encoding, turns a mark back into its character. All special tokens in the rendered text then come
+from the template. The text is split at these tokens before the original characters are restored.
 
-`ClientText` is a string with marks. Its operations that a template uses for decisions (`in`,
-`split`, `==`) return the same results as for the text without marks, so the template renders the
-same prompt. Operations that `ClientText` does not define work on the marks. They may change the
-words between special tokens, but they never forge a special token.
+`ClientText` is a string that contains marks. Operations that templates use for decisions (`in`,
+`split`, `==`) return the same results as for the original text, so the template renders the same
+prompt. Operations that `ClientText` does not override work on the marks. They may change the words
+between special tokens, but they never forge a special token.
 """
 
 import json
@@ -22,11 +22,11 @@ import markupsafe
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7e]")
 _FEW = 8
-"""Largest number of characters for which successive `replace` calls are faster than `translate`."""
+"""Up to this many characters, successive `replace` calls are faster than `translate`."""
 
 
 class Marks:
-    """A one-to-one mapping between some characters and their marks.
+    """Maps characters one-to-one to the private-use characters (marks) that stand in for them.
 
     Args:
         characters: the characters to replace, without duplicates.
@@ -44,7 +44,7 @@ class Marks:
         return ord(character) in self._cleared
 
     def mark(self, text: str) -> str:
-        """Replace characters with marks. Return the same object if the text needs no marks."""
+        """Replace characters with their marks. Return the same object if nothing changes."""
         if len(self._pairs) > _FEW:
             marked = text.translate(self._marked)
             return text if marked == text else marked
@@ -53,7 +53,7 @@ class Marks:
         return text
 
     def clear(self, text: str) -> str:
-        """Replace the marks in a text with the characters that they stand for."""
+        """Restore the original characters of the marks in a text."""
         if len(self._pairs) > _FEW:
             return text.translate(self._cleared)
         for character, mark in self._pairs:
@@ -61,7 +61,7 @@ class Marks:
         return text
 
     def clear_all(self, text: str) -> str:
-        """Replace the marks in a text, both these and those in `others`, with their characters."""
+        """Restore the original characters of all marks in a text, including those in `others`."""
         text = self.clear(text)
         return self.others.clear(text) if self.others else text
 
@@ -78,12 +78,12 @@ class Marks:
 
 
 def plain_text(value: Any) -> Any:
-    """Return a text without its marks, and any other value unchanged."""
+    """Return the original characters of a marked text, and any other value unchanged."""
     return value.plain if isinstance(value, ClientText) else value
 
 
 class ClientText(str):
-    """A string with marks that compares, searches and splits like the text without marks.
+    """A string with marks that compares, searches and splits like the original text.
 
     Args:
         text: the text with its marks.
@@ -102,7 +102,7 @@ class ClientText(str):
 
     @property
     def plain(self) -> str:
-        """The text without marks, of the same length."""
+        """The original text without marks, which has the same length."""
         if self._text is None:
             raw = str.__str__(self)
             self._text = self._marks.clear_all(raw) if self._marks else raw
@@ -114,11 +114,11 @@ class ClientText(str):
         return self._marks
 
     def _kept(self, text: str) -> "ClientText":
-        """Return a `ClientText` for a text in which the marks remain."""
+        """Wrap a text that still contains this object's marks."""
         return ClientText(text, self._marks)
 
     def _changed(self, text: str) -> "ClientText":
-        """Mark a changed text without marks again, and return it as `ClientText`."""
+        """Mark the result of changing the original text, and return it as `ClientText`."""
         return ClientText(self._marks.mark(text) if self._marks else text, self._marks)
 
     def _slice(self, start: int, end: int | None) -> "ClientText":
@@ -261,7 +261,7 @@ class ClientText(str):
     def _parts(self, parts: list[str], sep: str | None) -> list[str]:
         """Return the slices of the marked text that correspond to parts of the plain text.
 
-        Only the separator or white space may be between two parts.
+        Two consecutive parts may be separated only by `sep`, or by white space if `sep` is None.
         """
         marked_parts = list[str]()
         start = 0
@@ -341,7 +341,7 @@ def escaped(value: Any) -> str:
 
 
 def ascii_json(value: Any, dump: Callable[[Any], str]) -> str:
-    """Return ASCII JSON, in which only the marks of ASCII characters stay unescaped.
+    """Serialise a value as ASCII JSON, but leave the marks of ASCII characters unescaped.
 
     Args:
         dump: serialises a value as JSON without escaping non-ASCII characters.

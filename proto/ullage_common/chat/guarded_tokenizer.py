@@ -1,4 +1,4 @@
-"""A tokenizer that never turns ordinary text into a guarded special token."""
+"""A tokenizer that never encodes ordinary text as a guarded special token."""
 
 import secrets
 from collections.abc import Collection, Iterable
@@ -9,17 +9,18 @@ from ullage_common.chat.token_finder import SpecialTokenError, TokenPiece, finde
 
 _FIRST_ALIAS = 0x100000
 _LAST_ALIAS = 0x10FFFD
-"""Range of the characters in aliases: the private-use area of the last Unicode plane."""
+"""Aliases consist of characters up to this one: the last Unicode plane's private-use area."""
 _ALIAS_CHARACTERS = 5
-"""Number of characters in an alias. They have 80 random bits, which no client can guess."""
+"""Number of characters in an alias: 80 random bits, which no client can guess."""
 
 
 class GuardedTokenizer:
     """A copy of a tokenizer that recognises its guarded tokens only by secret aliases.
 
-    The copy has the same vocabulary. A text that spells a guarded token becomes ordinary tokens. A
-    piece that is a guarded token becomes that token's id, and splits the text as the token does in
-    the original tokenizer. Several threads may use the copy.
+    Guarded tokens are special tokens that client text must never produce. The copy has the same
+    vocabulary, but a text that merely spells a guarded token is encoded as ordinary tokens. Only a
+    `TokenPiece` with `is_token` set becomes the guarded token's id. It splits the text around it as
+    the token does in the original tokenizer. The copy is safe to use from several threads.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -47,10 +48,10 @@ class GuardedTokenizer:
         """Maps the added tokens' ids in this copy to their ids in the model."""
         self._cut_id = self._tokenizer.token_to_id(self._cut)
         self._forbidden = frozenset(vocabulary[text] for text in guarded if text in vocabulary)
-        """Ids of the guarded tokens in the base vocabulary, which text could therefore become."""
+        """Ids of guarded tokens in the base vocabulary, which plain text could thus produce."""
 
     def spell(self, pieces: Iterable[TokenPiece]) -> str:
-        """Join pieces to a text for `encode`, in which only token pieces become guarded tokens."""
+        """Join pieces into a text for `encode`, replacing guarded tokens with their aliases."""
         return "".join(
             self._aliases.get(piece.text, piece.text) if piece.is_token else piece.text
             for piece in pieces
@@ -81,7 +82,7 @@ class GuardedTokenizer:
         return [self._ids.get(token_id, token_id) for token_id in ids if token_id != self._cut_id]
 
     def _broken(self, text: str) -> str:
-        """Split every guarded token that a text spells, by inserting a boundary token."""
+        """Break up every guarded token that a text spells, by inserting a boundary token."""
         assert self._finder
         return self._finder.sub(lambda match: f"{match[0][0]}{self._cut}{match[0][1:]}", text)
 

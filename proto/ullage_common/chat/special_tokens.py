@@ -26,7 +26,7 @@ from ullage_common.chat.tool_formats import Turn
 
 _MARKS = range(0xE000, 0xF900)
 _MORE_MARKS = range(0xF0000, 0xFFFFE)
-"""Code points for marks if `_MARKS` has too few. Strings then need four bytes per character."""
+"""Code points for marks if `_MARKS` has too few. They make strings use four bytes per character."""
 
 
 _BARRED = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
@@ -42,22 +42,22 @@ _OWN_ROLES = frozenset({"assistant", "system"})
 """Roles whose text may contain tags."""
 
 _CASED = range(0x80, 0x20000)
-"""Code points in which to search for letters that a change of case turns into other letters."""
+"""Code points to search for letters that a case conversion turns into other letters."""
 
 _SINGLETONS = range(0x300, 0x3400)
-"""Code points in which to search for characters that NFC turns into punctuation."""
+"""Code points to search for characters that NFC normalisation turns into punctuation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClearMarks:
-    """Replaces the marks in a rendered text with the original characters."""
+    """Restores the original characters of the marks in a rendered text."""
 
     guard: "SpecialTokenGuard"
     own: Marks
-    """Marks in the text of the assistant and the system."""
+    """Marks used in text of the assistant and the system."""
 
     def pieces(self, text: str) -> Iterator[TokenPiece]:
-        """Split a rendered text at the template's special tokens, and clear all marks."""
+        """Split a rendered text at the template's special tokens, and restore marked characters."""
         tags = self.guard.tag_finder
         for piece in parted(text, self.guard.finder):
             if piece.is_token:
@@ -75,7 +75,7 @@ class ClearMarks:
 
 @dataclass(frozen=True, slots=True)
 class MarkedRequest:
-    """A request whose texts have marks, and the marks to clear after rendering."""
+    """A request with marked texts, and the object that restores the characters after rendering."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]]
@@ -83,7 +83,7 @@ class MarkedRequest:
     marks: ClearMarks
 
     def pieces(self, text: str) -> Iterator[TokenPiece]:
-        """Split a rendered text at the template's special tokens, and clear all marks."""
+        """Split a rendered text at the template's special tokens, and restore marked characters."""
         return self.marks.pieces(text)
 
 
@@ -102,7 +102,7 @@ class SpecialTokenGuard:
         self.tag_finder = finder(tags)
 
         self._keys = _hitting_set(self.guarded)
-        """A set of characters of which every guarded token contains at least one."""
+        """Key characters, chosen so that every guarded token contains at least one of them."""
         # Without keys the pattern is never used.
         self._find_key = re.compile("|".join(map(re.escape, sorted(self._keys)))).search
         is_composed = _is_composed(literals, self.guarded, self._keys)
@@ -113,7 +113,10 @@ class SpecialTokenGuard:
             or any(key.isalnum() for key in self._keys)
             or not _keeps_out(tokenizer.normalizer, self._keys)
         )
-        """Whether text could form a guarded token even without any of these key characters."""
+        """Whether text without any key character might form a guarded token, too.
+
+        If so, every request is marked. Otherwise only requests with a key character are.
+        """
         self._code_points = _MARKS if 4 * len(self._alphabet) <= len(_MARKS) else _MORE_MARKS
         first = chr(self._code_points[0])
         last = chr(self._code_points[-1])
@@ -126,10 +129,11 @@ class SpecialTokenGuard:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> MarkedRequest | None:
-        """Mark a request's texts. Return None if the texts cannot become guarded tokens.
+        """Mark a request's texts, or return None if they cannot form a guarded token.
 
         Raises:
-            SpecialTokenError: the texts use too many of the characters that can be marks.
+            SpecialTokenError: the texts contain too many private-use characters, so that too few
+                are left to serve as marks.
         """
         if not self.guarded:
             return None
@@ -174,7 +178,7 @@ class SpecialTokenGuard:
 def _kinds(
     tokenizer: Tokenizer, literals: Collection[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the texts of a tokenizer's controls and of its tags."""
+    """Return the texts of a tokenizer's controls and tags (see this module's docstring)."""
     controls = set[str]()
     tags = set[str]()
     for token in tokenizer.get_added_tokens_decoder().values():
@@ -189,9 +193,9 @@ def _kinds(
 
 
 def _hitting_set(texts: Collection[str]) -> frozenset[str]:
-    """Return a small set of characters with at least one from every text (greedy hitting set).
+    """Return a small set of characters such that every text has one (greedy hitting set).
 
-    Rare punctuation is preferred to letters.
+    Rare punctuation is preferred over letters.
     """
     chosen = set[str]()
     unhit = set(texts)
@@ -212,10 +216,11 @@ def _rank(character: str) -> tuple[bool, bool]:
 
 
 def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collection[str]) -> bool:
-    """Return whether client text next to the template's own text could form a guarded token.
+    """Return whether client text and adjacent template text could together form a guarded token.
 
-    This is possible if the template's text contains, begins or ends with a part of a token, and
-    this part contains one of the key characters.
+    For example, a template writes `<|` and the client's text continues with `user|>`. This can
+    happen if a text of the template is, begins with or ends with a fragment of a guarded token, and
+    the fragment contains a key character.
     """
 
     def has_key(part: str) -> bool:
@@ -238,7 +243,7 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Add every character that a change of case turns into one of the given characters."""
+    """Add every character that a case conversion turns into one of the given letters."""
     letters = {character for character in characters if character.isalpha()}
     related = {*characters}
     if not letters:
@@ -252,7 +257,7 @@ def _with_cases(characters: Collection[str]) -> set[str]:
 
 
 def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
-    """Return whether a normalizer never adds a key character that was not in the text."""
+    """Return whether a normalizer never introduces a key character that the text did not have."""
     if normalizer is None:
         return True
     if isinstance(normalizer, normalizers.Sequence):
@@ -270,7 +275,7 @@ def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
 
 
 def _composes(key: str) -> bool:
-    """Return whether NFC turns some other character into this key, for example U+037E into `;`."""
+    """Return whether NFC maps another character to this key character, such as U+037E to `;`."""
     others = (chr(code_point) for code_point in _SINGLETONS if chr(code_point) != key)
     return any(key in unicodedata.normalize("NFC", other) for other in others)
 
@@ -290,7 +295,7 @@ def _texts(values: list[Any]) -> list[str]:
 
 
 def _marked_turn(turn: Turn, own: Marks, others: Marks) -> Turn:
-    """Mark a turn's texts except its role, because templates compose tokens from the role."""
+    """Mark all texts of a turn except its role, from which templates build special tokens."""
     marks = own if turn["role"] in _OWN_ROLES else others
     marked = dict[int, Any]()
     for value in turn.values():

@@ -73,7 +73,7 @@ _TALKS: Sequence[tuple[Sequence[Turn], Sequence[Mapping[str, Any]]]] = (
 
 
 class ChatTemplateError(Exception):
-    """The template is broken, or rejects the messages. The error text is one line."""
+    """Raised if the template is broken or rejects the messages. The error text is one line."""
 
 
 class ChatTemplate:
@@ -108,7 +108,7 @@ class ChatTemplate:
         """Names of the variables that the template reads and that a client may set."""
 
         self.looks = self._plain.looks | self._with_tools.looks
-        """The ways in which the template inspects the text of messages."""
+        """How the template inspects the text of messages."""
 
         self.literals = (
             self._plain.literals
@@ -168,7 +168,7 @@ class ChatTemplate:
     def _samples(self) -> Iterator[str]:
         """Yield the prompts of short sample conversations.
 
-        These prompts contain texts that the template composes, such as `'<|' + role + '|>'`.
+        These prompts reveal texts that the template puts together, such as `'<|' + role + '|>'`.
         """
         for turns, tools in _TALKS:
             with contextlib.suppress(ChatTemplateError):  # it may refuse an order of roles
@@ -255,9 +255,9 @@ class _Generator(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which joined client text remains `ClientText`.
+    """Jinja's sandbox, extended so that joined client text remains `ClientText`.
 
-    To save time, the sandbox does not check some attributes of the `loop` variable.
+    For speed, some attributes of the `loop` variable skip the sandbox's checks.
     """
 
     code_generator_class = _Generator
@@ -278,7 +278,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Dictionaries:
-    """The global `dict` of templates, without the attributes of Python's type."""
+    """The `dict` that templates can call, which hides the attributes of Python's type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

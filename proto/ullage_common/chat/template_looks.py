@@ -1,7 +1,7 @@
-"""Finds the words that a chat template's source searches for in the text of messages.
+"""Finds the words that a chat template searches for in the text of messages.
 
-The template takes the same branches for any two texts that both contain these words and are both
-longer than the largest number in the template.
+A template takes the same branches for any two texts that contain these words and are longer than
+the largest number in its source. A short text can therefore stand in for a long one.
 """
 
 from collections.abc import Iterator
@@ -15,21 +15,24 @@ _SEEKING = frozenset(
 )
 """Methods and filters that search for their arguments within a text."""
 _WRITING = frozenset({"d", "default", "format", "indent", "join", "tojson"})
-"""Methods and filters that only write their arguments, or format with them."""
+"""Methods and filters that only output their arguments, or use them for formatting."""
 _COUNTING = frozenset({"truncate", "wordcount", "wordwrap", "random"})
 """Filters whose results depend on the whole text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """The ways in which a template inspects the text of messages."""
+    """How a template inspects the text of messages."""
 
     words: frozenset[str] = frozenset()
     """Words that the template may search for within a text."""
     size: int = 0
     """The largest number in the template's source. The template may cut a text at this length."""
     is_known: bool = True
-    """Whether a short text can stand in for a long one (False if every character is inspected)."""
+    """Whether a short text can stand in for a long one.
+
+    This is False if the template inspects every character of a text.
+    """
 
     def __or__(self, other: "Looks") -> "Looks":
         return Looks(
@@ -40,7 +43,7 @@ class Looks:
 
 
 def looks_of(parsed: nodes.Template) -> Looks:
-    """Return the ways in which a template inspects texts."""
+    """Determine how a template inspects texts."""
     words = frozenset(word for word in _words(parsed, False) if len(word) > 1 and word.strip())
     numbers = (
         abs(constant.value)
@@ -53,8 +56,8 @@ def looks_of(parsed: nodes.Template) -> Looks:
 def _words(node: nodes.Node, is_written: bool) -> Iterator[str]:
     """Yield the string constants that the template may search for within a text.
 
-    Constants that the template only writes, compares with whole texts, or uses as names are left
-    out.
+    Constants that the template only writes, compares with whole texts, or uses as names are
+    skipped.
     """
     if isinstance(node, nodes.Const):
         if isinstance(node.value, str) and not is_written:
@@ -81,7 +84,10 @@ def _words(node: nodes.Node, is_written: bool) -> Iterator[str]:
 
 
 def _compared(node: nodes.Compare | nodes.Getitem) -> Iterator[str]:
-    """Yield string constants, except for member names and constants compared with whole texts."""
+    """Yield the string constants that a comparison or a subscript may search for within a text.
+
+    Member names and constants that are compared with whole texts are skipped.
+    """
     if isinstance(node, nodes.Getitem):
         parts = [node.node] if isinstance(node.arg, nodes.Const) else [node.node, node.arg]
     else:
@@ -111,7 +117,7 @@ def _looks_closely(parsed: nodes.Template) -> bool:
 
 
 def _is_short(node: nodes.Node) -> bool:
-    """Return whether a node is a constant so short that it may occur often in any text."""
+    """Return whether a node is one character or white space, which may occur often in any text."""
     if not isinstance(node, nodes.Const) or not isinstance(node.value, str):
         return False
     return len(node.value) == 1 or node.value.isspace()

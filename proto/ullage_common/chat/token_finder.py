@@ -8,7 +8,7 @@ _Tree = dict[str, "_Tree"]
 
 
 class SpecialTokenError(Exception):
-    """Nothing can prevent a text from becoming a special token. The error text is one line."""
+    """Raised if a text cannot be kept from becoming a special token. The message is one line."""
 
 
 class TokenPiece(NamedTuple):
@@ -20,10 +20,10 @@ class TokenPiece(NamedTuple):
 
 
 def finder(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that matches the longest of the texts at each position.
+    """Return a regular expression that matches the longest of the texts at each position.
 
-    The pattern is a trie, in which each character leaves only one branch to try. So a search for a
-    thousand texts is no slower than a search for one.
+    The expression encodes a trie, in which each character leaves only one branch to try. Searching
+    for a thousand texts is therefore no slower than searching for one.
     """
     tree: _Tree = {}
     for text in texts:
@@ -35,7 +35,7 @@ def finder(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _pattern(tree: _Tree) -> str:
-    """Return the regular expression for a trie of characters. The key '' ends a text."""
+    """Convert a trie of characters to a regular expression. The key '' marks the end of a text."""
     branches = [re.escape(c) + _pattern(node) for c, node in tree.items() if c]
     if "" not in tree and len(branches) == 1:
         return branches[0]

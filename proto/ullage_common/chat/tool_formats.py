@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls. The chat template's source reveals the format."""
+"""The formats in which models write tool calls, detected from a chat template's source."""
 
 import json
 import re
@@ -46,7 +46,7 @@ _MARKS = (
 
 
 def tool_format(template: str) -> ToolFormat:
-    """Return the tool-call format of the model that a chat template's source belongs to."""
+    """Detect a model's tool-call format from the source of its chat template."""
     for tool_format, marks in _MARKS:
         if any(mark in template for mark in marks):
             return tool_format
@@ -57,7 +57,7 @@ _ONE_CALL_A_TURN = frozenset({ToolFormat.LLAMA, ToolFormat.HARMONY})
 
 
 def for_format(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
-    """Split turns with more tool calls than the format's templates accept in one turn."""
+    """Split turns that have more tool calls than templates of this format accept in one turn."""
     if form not in _ONE_CALL_A_TURN:
         return list(turns)
     return [each for turn in _with_results(turns) for each in _one_by_one(*turn)]
@@ -74,11 +74,11 @@ def with_calls_as_text(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
 
 
 def with_short_ids(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the conversation with tool call ids of nine letters and digits.
+    """Replace tool call ids with ids of nine letters and digits, as Mistral's templates require.
 
-    Mistral's templates accept no other ids. Other ids, such as OpenAI's, are replaced by a hash.
-    The hash is always the same, so that results still match their calls, and prompts keep their
-    prefixes.
+    Ids that already have this form are kept. Others, such as OpenAI's, are replaced by a hash.
+    Equal ids have equal hashes, so results still match their calls, and a later prompt still begins
+    with the earlier one.
     """
     return [_with_short_ids(turn) for turn in turns]
 
@@ -115,7 +115,7 @@ def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]
 
 
 def with_results_as_text(turns: Sequence[Turn]) -> list[Turn]:
-    """Turn tool results into user turns.
+    """Convert tool results to user turns.
 
     This is for templates that support neither tools nor tool calls.
     """
@@ -138,7 +138,10 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
-    """Group each turn with several tool calls with the results that follow the turn."""
+    """Pair every turn with the tool results that follow it.
+
+    Only a turn with several tool calls gets results. All other results count as turns.
+    """
     grouped: list[tuple[Turn, list[Turn]]] = []
     for turn in turns:
         if turn["role"] == "tool" and grouped and len(grouped[-1][0].get("tool_calls", ())) > 1:
@@ -149,7 +152,7 @@ def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
 
 
 def _one_by_one(turn: Turn, results: Sequence[Turn]) -> list[Turn]:
-    """Split a turn with several tool calls into turns with one call, each before its result."""
+    """Split a turn with several tool calls into one turn per call, each followed by its result."""
     calls = turn.get("tool_calls", ())
     if len(calls) < 2:
         return [turn]
@@ -179,7 +182,7 @@ def _python_call(call: Mapping[str, Any]) -> str:
 
 
 def _joined_results(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Group consecutive tool results. Any other turn is a separate group."""
+    """Group consecutive tool results. Every other turn forms its own group."""
     groups: list[list[Turn]] = []
     for turn in turns:
         if turn["role"] == "tool" and groups and groups[-1][0]["role"] == "tool":

@@ -10,7 +10,7 @@ from ullage_common.chat.tool_formats import (
 )
 
 TURN_CHARACTERS = 64
-"""The overhead of processing one turn, in characters that take the same time."""
+"""Fixed cost of processing one turn, as the number of characters that take the same time."""
 # Newer OpenAI clients use `developer` where templates use `system`.
 _ROLES = {"developer": "system"}
 
@@ -31,7 +31,7 @@ def num_characters(turns: Iterable[Turn]) -> int:
 
 
 def weight(turns: Sequence[Turn]) -> int:
-    """Estimate the work of processing turns, in characters. Empty turns have a cost, too."""
+    """Estimate the work of processing turns, in characters. Every turn adds a fixed cost."""
     return num_characters(turns) + TURN_CHARACTERS * len(turns)
 
 
@@ -66,7 +66,7 @@ def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> object:
-    """Parse a tool call's arguments to a mapping for templates. Malformed arguments stay text."""
+    """Parse a tool call's arguments into a mapping for templates. Malformed arguments stay text."""
     try:
         parsed = json.loads(text or "{}")
         json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8

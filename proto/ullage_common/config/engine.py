@@ -35,7 +35,7 @@ class MemoryBudget(Strict, frozen=True, kw_only=True):
     threshold_percent: SomePercent = 85.0
     """Percentage of the device's memory that the engine may use."""
     safety_reserve: SomeBytes = 2 << 30
-    """Bytes of each device's memory that stay free below the threshold."""
+    """Bytes of each device's memory to keep free below the threshold."""
 
     @property
     def threshold(self) -> float:
@@ -45,10 +45,10 @@ class MemoryBudget(Strict, frozen=True, kw_only=True):
 class RequestLimits(Strict, frozen=True, kw_only=True):
     max_output_tokens: Positive = 4096
     request_timeout: SomeSeconds = 30.0
-    """Maximum seconds without a token, from the request's arrival or from the previous token.
+    """Maximum seconds to wait for a token, from the request's arrival or the previous token.
 
-    Beam searches, and requests whose best_of exceeds n, send nothing before the end. Only
-    `total_timeout` limits such requests.
+    Beam searches, and requests whose best_of exceeds n, produce no output until the end. They are
+    limited only by `total_timeout`.
     """
     total_timeout: SomeSeconds = 540.0
     """Maximum seconds from the request's arrival to its last token."""
@@ -84,8 +84,8 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     """Format to which the matrices of an unquantised checkpoint are converted.
 
     w8a8 needs a calibration from `ullage quantize`. A quantised checkpoint declares its own format.
-    auto converts none of a layer's matrices. On x86 CPUs with AVX2, auto computes directly on a
-    GGUF file's quantised blocks.
+    auto leaves the matrices of the layers unconverted. On x86 CPUs with AVX2, auto computes
+    directly on a GGUF file's quantised blocks.
     """
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Data type of the KV cache.
@@ -224,14 +224,14 @@ class VllmSection(Strict, frozen=True, kw_only=True):
 
 
 class GroupSection(Strict, frozen=True, kw_only=True):
-    """The pods of one multi-node vLLM engine: this pod is the leader, and the others follow it."""
+    """The pods of one multi-node vLLM engine. This pod is the leader, and the others follow it."""
 
     nodes: Positive = 1
     """Number of pods. Each pod has `gpus` / `nodes` GPUs of the engine."""
     join_port: Port = 29500
     """Port of the leader to which followers connect.
 
-    If the leader or a follower exits, the other side notices that the connection ends.
+    If the leader or a follower exits, the other end notices that the connection is closed.
     """
     vllm_port: Port = 29501
     """Port of the leader for vLLM's rendezvous (`master_port` in vLLM)."""
@@ -332,14 +332,14 @@ class HostedTiers(Strict, frozen=True, kw_only=True):
         """Return the size of the host tier that the configuration requests, or None.
 
         The configuration requests a host tier if it sets the tier's size or has a tier below it.
-        The engine does not start without enough memory for this size.
+        The engine refuses to start if there is not enough memory for this size.
         """
         has_lower = any(getattr(self, name) for name in ("remote", "file"))
         return DEFAULT_HOST_TIER if self.host.size is None and has_lower else self.host.size
 
 
 class TiersSection(HostedTiers, frozen=True, kw_only=True):
-    """The tiers for KV that does not fit on the device, from the fastest to the slowest."""
+    """Storage tiers for KV that does not fit on the device, from fastest to slowest."""
 
     remote: RemoteTierSection | None = None
     file: FileTierSection | None = None
@@ -361,7 +361,7 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     session_kv_limit: Bytes = 512 << 20
     """Maximum KV bytes of one session, both while its requests run and between requests.
 
-    With 0, no KV is kept for sessions, and a session's running requests have no limit.
+    With 0, no KV is kept between a session's requests, and its running requests have no limit.
     """
     max_kv: Bytes | None = None
     """Maximum KV bytes per device, or None for the default that `kv_limit` returns."""
@@ -452,11 +452,11 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
 
 class LimitsSection(RequestLimits, frozen=True, kw_only=True):
     step_deadline: Annotated[Seconds, msgspec.Meta(ge=1.0)] = 30.0
-    """Seconds after which a worker is restarted if it has work but finishes no step."""
+    """Seconds without a finished step after which a worker that has work is restarted."""
 
 
 class DegradeLevel(Strict, frozen=True, kw_only=True):
-    """Limits on requests that apply while headroom is below a percentage of the KV pool."""
+    """Limits that apply to requests while headroom is below a percentage of the KV pool."""
 
     below_percent: Percent
     max_output_tokens: int | None = None
@@ -475,11 +475,11 @@ class DegradeLevel(Strict, frozen=True, kw_only=True):
 
 
 class ThrottlingSection(Strict, frozen=True, kw_only=True):
-    """Settings that shrink batches while the driver throttles GPUs."""
+    """Settings for shrinking the batch while the driver throttles a GPU."""
 
     enabled: bool = True
     power_cap: bool = False
-    """Whether throttling by the power limit counts in the same way as thermal throttling.
+    """Whether throttling due to the power limit counts like thermal throttling.
 
     Many healthy GPUs reach the power limit at full load.
     """
@@ -551,9 +551,10 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     None means True if the engine may use only some of the machine's cores.
     """
     standby_worker: bool = False
-    """Whether a second worker, with its libraries imported, waits to replace a worker that ends.
+    """Whether to keep a standby worker that replaces a worker that exits.
 
-    On a CPU, the memory ledger includes the standby worker.
+    The standby worker has already imported its libraries. On a CPU, its memory is part of the
+    memory ledger.
     """
     allow_fault_injection: bool = False
     log_level: LogLevel = "info"
@@ -565,7 +566,7 @@ class TicketsSection(TicketFolder, frozen=True, kw_only=True):
     required: bool = False
     """Whether every request needs a ticket.
 
-    If so, the engine does not serve AdminService, because clients can reach the port.
+    If so, clients can reach the port, so the engine does not serve AdminService on it.
     """
 
 
@@ -605,7 +606,7 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     cuda_graphs: bool | None = None
     """Whether to replay decode-only steps as CUDA graphs. None means no.
 
-    The setting has an effect only if a single native rank runs a model without experts with GPU
+    The setting takes effect only if a single native rank runs a model without experts, using GPU
     kernels. It is experimental: it has not run on a GPU, and no manifest sets it.
     """
     tracing: TracingSection | None = None
@@ -653,7 +654,10 @@ def default_max_loras(asked: int | None, *, has_adapters: bool) -> int:
 
 
 def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
-    """Return an error text if an adapter has the name of the model or of another adapter."""
+    """Return an error text if an adapter's name is already taken (empty if all names are unique).
+
+    The model's name counts as taken, too.
+    """
     taken = {model}
     for place, adapter in enumerate(adapters):
         if adapter.name in taken:
@@ -666,7 +670,7 @@ def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
 
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks for which vLLM has kernels. Other ranks take the memory of the next larger rank."""
+"""LoRA ranks for which vLLM has kernels. Other ranks use as much memory as the next larger rank."""
 
 
 def refusal_by_vllm(model: ModelSection, memory: MemoryLimits) -> str:

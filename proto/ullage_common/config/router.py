@@ -42,7 +42,7 @@ class StepTLS(Strict, frozen=True, kw_only=True):
 
 class StepSection(Strict, frozen=True, kw_only=True):
     name: Text
-    """Name of the step in headers, metrics and logs."""
+    """Name of the cascade's step in headers, metrics and logs."""
     target: str = ""
     """gRPC address `host:port` of another service's router (empty for this service's engines)."""
     tls: StepTLS | None = None
@@ -62,7 +62,7 @@ class StepSection(Strict, frozen=True, kw_only=True):
 
 class ConfidenceSection(Strict, frozen=True, kw_only=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=128)] = 16
-    """Number of initial tokens that the router holds back to judge the answer's confidence."""
+    """Number of initial tokens that the router holds back to judge its confidence in the answer."""
     threshold_percent: Percent = 60.0
     """Minimum geometric mean of the tokens' probabilities, in percent."""
 
@@ -72,9 +72,10 @@ class ConfidenceSection(Strict, frozen=True, kw_only=True):
 
 
 class HeuristicsSection(Strict, frozen=True, kw_only=True):
-    """Signs of a hard prompt. Each sign makes the request start one step higher in the cascade.
+    """Signs that a prompt is hard, for example its length or code in it.
 
-    0 and false turn a sign off.
+    Each sign that a request shows makes it start one step higher in the cascade. 0 or false
+    disables a sign.
     """
 
     prompt_characters: Count = 6000
@@ -85,25 +86,29 @@ class HeuristicsSection(Strict, frozen=True, kw_only=True):
 
 
 class FallbackSection(Strict, frozen=True, kw_only=True):
-    """Load at which low-priority requests get the first step's answer at any confidence."""
+    """Load at which low-priority requests receive the first step's answer at any confidence.
+
+    This keeps them off the engines of later steps. Reaching either of the two load limits is
+    enough.
+    """
 
     pressure_level: Count = 1
-    """Pressure level that all ready engines must have reached (0 ignores the pressure level)."""
+    """Pressure level that every ready engine must have reached (0 ignores pressure levels)."""
     queued_requests: Count = 8
     """Minimum number of requests that wait in this router (0 ignores the queue)."""
     max_priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = -1
-    """Maximum priority at which a request counts as low-priority."""
+    """Highest priority at which a request still counts as low-priority."""
 
 
 class CascadeSection(Strict, frozen=True, kw_only=True):
     name: Text
-    """Unique name of this service's cascade, by which the router detects looping requests."""
+    """Unique name of this service's cascade, used to detect requests that loop between services."""
     steps: Annotated[tuple[StepSection, ...], msgspec.Meta(min_length=2, max_length=MAX_STEPS)]
     """Steps of the cascade, cheapest first."""
     confidence: ConfidenceSection = ConfidenceSection()
     heuristics: HeuristicsSection = HeuristicsSection()
     parallel: bool = False
-    """Whether the next step runs concurrently with the step whose answer is being judged."""
+    """Whether the next step already runs while the current step's answer is being judged."""
     fallback: FallbackSection | None = None
 
     def __post_init__(self) -> None:
@@ -149,7 +154,7 @@ OTHER_TENANTS = "other"
 
 Rung = Literal["shrinkContext", "shrinkOutput", "queue", "route", "reject"]
 DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkOutput", "queue", "route", "reject")
-"""The default ladder of measures for a request that does not fit.
+"""The default ladder: the measures to try, in order, for a request that does not fit.
 
 The ladder does not drop old turns (`shrinkContext`), because the oldest turns of an agent's
 conversation describe its task.
@@ -207,7 +212,7 @@ class ConsoleSection(Strict, frozen=True, kw_only=True):
 
 
 class ProbesSection(Strict, frozen=True, kw_only=True):
-    """Port that serves only grpc.health.v1. It has no TLS, because kubelet probes lack TLS."""
+    """Port that serves only grpc.health.v1. It has no TLS, because kubelet probes lack it."""
 
     host: str | None = None
     """Address to listen on, or None for all addresses of IPv4 and IPv6."""
@@ -215,13 +220,13 @@ class ProbesSection(Strict, frozen=True, kw_only=True):
 
 
 PoolRole = Literal["standard", "large", "overflow"]
-"""Requests that a pool takes: ordinary requests, large ones, or requests that fit nowhere else."""
+"""Requests that a pool serves: ordinary ones, large ones, or those that fit nowhere else."""
 
 
 class PoolSection(Strict, frozen=True, kw_only=True):
     name: Text
     role: PoolRole = "standard"
-    """Kind of requests that the pool takes. The first pool always takes ordinary requests."""
+    """Kind of requests that the pool serves. The first pool always serves ordinary requests."""
     targets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     """Addresses of engines: `name:port`, `ip:port` or `[ip]:port`.
 
@@ -249,7 +254,10 @@ class QueueSection(Strict, frozen=True, kw_only=True):
     aging: SomeSeconds = 0.05
     """Seconds of waiting after which a request's effective priority rises by one level."""
     backfill: Count = 16
-    """Maximum number of requests that backfill may move ahead of the queue's head (0 for none)."""
+    """Maximum number of requests that may overtake the first request in the queue (0 for none).
+
+    A later request may start first (backfill) if it fits while the first request waits for memory.
+    """
 
 
 class ShrinkContextSection(Strict, frozen=True, kw_only=True):
@@ -265,13 +273,13 @@ class ShrinkContextSection(Strict, frozen=True, kw_only=True):
 
 class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
     min_tokens: Positive = 16
-    """Minimum tokens of a shrunk output."""
+    """Minimum number of tokens to which an output may be shrunk."""
     min_percent: SomePercent = 50.0
     """Minimum length of a shrunk output, as a percentage of the requested output."""
     below_expected: bool = False
-    """Whether the output may be shrunk below the engines' expected length of an answer.
+    """Whether the output may be shrunk below the length that the engines expect of an answer.
 
-    Otherwise the output of a request without a length limit never shrinks below this length.
+    If not, the output of a request without a length limit never shrinks below this length.
     """
 
     @property
@@ -287,7 +295,7 @@ class RouteSection(Strict, frozen=True, kw_only=True):
 class RejectSection(Strict, frozen=True, kw_only=True):
     min_retry_delay: RetryAfter = 1.0
     max_retry_delay: RetryAfter = 30.0
-    """Bounds of Retry-After, in seconds."""
+    """Upper bound of Retry-After in seconds. `min_retry_delay` is the lower bound."""
 
     def __post_init__(self) -> None:
         low = self.min_retry_delay
@@ -297,7 +305,7 @@ class RejectSection(Strict, frozen=True, kw_only=True):
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):
-    """Settings of each rung of the ladder, except for waiting, which `queue` configures."""
+    """Settings of the ladder's rungs (measures), except for waiting, which `queue` configures."""
 
     shrink_context: ShrinkContextSection = ShrinkContextSection()
     shrink_output: ShrinkOutputSection = ShrinkOutputSection()
@@ -306,18 +314,21 @@ class RungsSection(Strict, frozen=True, kw_only=True):
 
 
 class AffinitySection(Strict, frozen=True, kw_only=True):
-    """Placement of requests on the engine that has their prefix in its KV cache."""
+    """Settings for sending a request to the engine whose KV cache already has its prefix."""
 
     max_sessions: Count = 8192
     """Maximum number of sessions whose engine the router remembers (0 turns this off)."""
     max_prefixes: Count = 65536
     """Maximum number of 64-token prompt blocks whose engine is remembered (0 turns this off)."""
     max_extra_load: Count = 8
-    """Number of requests by which the remembered engine may be busier than another engine."""
+    """Maximum number of requests by which the remembered engine may exceed the alternative.
+
+    If it has even more requests, the alternative engine is chosen, although it lacks the prefix.
+    """
 
 
 class BreakerSection(Strict, frozen=True, kw_only=True):
-    """Circuit breaker, which ejects an engine on which requests fail."""
+    """Circuit breaker that ejects an engine after repeated failures."""
 
     failures: Positive = 5
     """Number of consecutive failures that open the breaker."""
@@ -339,14 +350,14 @@ class BreakerSection(Strict, frozen=True, kw_only=True):
 
 
 class RetrySection(Strict, frozen=True, kw_only=True):
-    """Limits on retries, which go to another engine before the first token."""
+    """Limits on retrying requests on another engine if they fail before the first token."""
 
     percent: Percent = 20.0
     """Number of allowed retries, as a percentage of requests."""
     per_second: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """Retries per second that are allowed in addition to the percentage."""
     burst: Positive = 100
-    """Maximum number of unused retries that accumulate."""
+    """Maximum number of unused retries that can accumulate."""
 
     @property
     def share(self) -> float:
@@ -354,7 +365,7 @@ class RetrySection(Strict, frozen=True, kw_only=True):
 
 
 class PlacementSection(Strict, frozen=True, kw_only=True):
-    """Settings for the choice among engines that have enough memory for a request."""
+    """Settings for choosing among engines that have enough memory for a request."""
 
     affinity: AffinitySection = AffinitySection()
     breaker: BreakerSection = BreakerSection()
@@ -362,12 +373,12 @@ class PlacementSection(Strict, frozen=True, kw_only=True):
 
 
 class PrefillSection(Strict, frozen=True, kw_only=True):
-    """Settings for distributing prompts over engines that are busy with other prompts."""
+    """Settings for balancing prompts across engines that are busy prefilling other prompts."""
 
     window: Annotated[Seconds, msgspec.Meta(ge=0, le=10)] = 0.006
     """Seconds for which prompts wait so that they can be placed together (0 for no wait)."""
     mlp_products: Count = 8192
-    """Cost of one token outside attention, in units of a single query-key dot product."""
+    """Cost of one token outside attention, as a multiple of one query-key dot product's cost."""
 
 
 class CoalesceSection(Strict, frozen=True, kw_only=True):
@@ -375,7 +386,7 @@ class CoalesceSection(Strict, frozen=True, kw_only=True):
 
     enabled: bool = True
     window: SomeSeconds = 0.003
-    """Seconds for which identical requests may join a generation that has already sent tokens."""
+    """Seconds during which identical requests may still join a generation that has sent tokens."""
     across_tenants: bool = False
 
 
@@ -401,7 +412,7 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_kv: Annotated[Bytes, msgspec.Meta(ge=1)] = 6000 << 20
     """Predicted KV bytes above which a request goes to the pool with role `large`."""
     ladder: tuple[Rung, ...] = DEFAULT_LADDER
-    """Rungs to try in order if a request does not fit. The last rung always rejects the request."""
+    """Measures to try in order for a request that does not fit. The last one always rejects it."""
     rungs: RungsSection = RungsSection()
     queue: QueueSection = QueueSection()
     placement: PlacementSection = PlacementSection()
@@ -477,7 +488,7 @@ class StreamingSection(Strict, frozen=True, kw_only=True):
     coalesce_window: Annotated[Seconds, msgspec.Meta(ge=0, le=1)] = 0.02
     """Maximum seconds for which a token waits to be sent with later tokens (0 for no wait).
 
-    If no token was sent to a client for this long, the next token is sent at once.
+    If nothing was sent to a client for this long, the next token is sent immediately.
     """
     tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Maximum rate of one streamed answer, in tokens per second (0 for no limit)."""
@@ -526,7 +537,7 @@ class TenantsSection(Strict, frozen=True, kw_only=True):
     protect_stats: bool = False
     """Whether /stats needs a key, too."""
     share: Share = 1.0
-    """Fraction of every limit that this process grants. Other router processes grant the rest."""
+    """Fraction of every limit that this process may use. Other router processes have the rest."""
     defaults: TenantRules = TenantRules()
     """Rules for tenants that have a key but are not listed here."""
     tenants: tuple[NamedTenant, ...] = ()
@@ -572,7 +583,7 @@ class TLSSection(Strict, frozen=True, kw_only=True):
 
 
 class SLOSection(Strict, frozen=True, kw_only=True):
-    """Latency objectives. A request that would miss one waits, is rerouted, or is rejected."""
+    """Latency objectives. A request that would miss one of them is queued, rerouted or rejected."""
 
     ttft_p95: SomeSeconds = 7.0
     """Seconds from a request's arrival to its first token."""

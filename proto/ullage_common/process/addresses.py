@@ -69,9 +69,9 @@ def is_ip(host: str) -> bool:
 
 
 def by_best_family(records: Iterable[tuple[Any, ...]], port: str) -> set[str]:
-    """Return the addresses of a single family from a result of getaddrinfo.
+    """Return the addresses of one IP family from a result of getaddrinfo.
 
-    A process may have both an A and an AAAA record, so only one family may count.
+    A process may have both an A and an AAAA record. Using both families would count it twice.
 
     Returns:
         `ip:port` for every A record, or `[ip]:port` for every AAAA record if there is no A record.

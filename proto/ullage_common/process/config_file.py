@@ -18,9 +18,9 @@ Percent = Annotated[float, msgspec.Meta(ge=0, le=100)]
 SomePercent = Annotated[float, msgspec.Meta(gt=0, le=100)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Bytes = Annotated[int, msgspec.Meta(extra={"unit": "bytes"})]
-"""Number of bytes. The Kubernetes API has a quantity such as 2Gi instead."""
+"""Number of bytes. The Kubernetes API uses a quantity such as 2Gi instead."""
 Seconds = Annotated[float, msgspec.Meta(extra={"unit": "seconds"})]
-"""Number of seconds. The Kubernetes API has a duration such as 10s instead."""
+"""Number of seconds. The Kubernetes API uses a duration such as 10s instead."""
 SomeBytes = Annotated[Bytes, msgspec.Meta(ge=0)]
 SomeSeconds = Annotated[Seconds, msgspec.Meta(gt=0)]
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used. The message names the field, the value and the remedy."""
+    """Raised for an unusable configuration. The message names field, value and remedy."""
 
 
 class Strict(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ def read_file(path: Path, kind: type[Config]) -> Config:
 
 
 def warn_unknown(path: Path, config: Strict) -> None:
-    """Log the fields of a configuration file that `config` ignored as unknown."""
+    """Log a warning that lists the fields of a configuration file that were ignored as unknown."""
     if fields := list(_beyond(_load(path), msgspec.to_builtins(config), "$")):
         log.warning(
             "fields of the configuration that this version does not know",

@@ -1,4 +1,4 @@
-"""The number of CPU cores that a process may use, and the pinning of processes to cores."""
+"""Counts the CPU cores that a process may use, and pins processes to cores."""
 
 import math
 import os
@@ -28,7 +28,7 @@ def physical_cores(
 ) -> list[list[int]]:
     """Group logical cores by physical core, and order the groups by CPU package.
 
-    A logical core forms a separate group if the kernel does not list its siblings.
+    A logical core forms its own group if the kernel does not list its siblings.
     """
     groups: dict[tuple[int, str], list[int]] = {}
     for core in sorted(cores):

@@ -21,7 +21,7 @@ Fingerprint = tuple[tuple[str, int, int, int], ...]
 def fingerprint(folders: Sequence[Path]) -> Fingerprint:
     """Return a value that changes whenever a file in the folders changes.
 
-    Links are followed. Files in subfolders do not count.
+    Symbolic links are followed. Files in subfolders are ignored.
     """
     return tuple(item for folder in folders for item in _files(folder))
 

@@ -19,7 +19,7 @@ from typing import TextIO
 MAX_WAITING_BYTES = 1 << 20
 """Maximum total bytes of queued lines. Further lines are dropped."""
 FLUSH_S = 2.0
-"""Maximum seconds for which a process waits at its end until its lines are written."""
+"""Maximum seconds to wait at process exit for the queued lines to be written."""
 _AT_ONCE_BYTES = select.PIPE_BUF
 """Maximum bytes that one write puts into a pipe atomically."""
 DROPPED = "log lines were dropped, because nobody read them"
@@ -29,7 +29,7 @@ class LineWriter(logging.Handler):
     """Writes formatted log records to a file descriptor without blocking.
 
     Args:
-        fd: file descriptor, which is never closed. Other writers may write between two lines.
+        fd: file descriptor. It is never closed, and other writers may use it between two lines.
     """
 
     def __init__(self, fd: int) -> None:
@@ -40,7 +40,7 @@ class LineWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Reset to an empty queue without a thread, as is needed after a fork.
+        """Start over with an empty queue and no thread, as is necessary after a fork.
 
         After a fork, the queued lines belong to the parent process.
         """
@@ -61,9 +61,9 @@ class LineWriter(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until all lines are written, but only for a short time if nobody reads them.
+        """Wait until all lines are written, but give up after FLUSH_S seconds if nobody reads them.
 
-        `logging` calls this method when the process ends.
+        `logging` calls this method at process exit.
         """
         until = time.monotonic() + FLUSH_S
         with self._changed:
@@ -71,7 +71,11 @@ class LineWriter(logging.Handler):
                 self._changed.wait(until - time.monotonic())
 
     def _write_now(self, line: bytes) -> bool:
-        """Write a line directly if no other line is queued and the write does not block."""
+        """Try to write a line directly, and return False if it must be queued instead.
+
+        A line must be queued if other lines are queued, if it is too long for an atomic write, or
+        if the write could block.
+        """
         if self._direct_fd is None or self._waiting_bytes or len(line) > _AT_ONCE_BYTES:
             return False
         try:
@@ -100,7 +104,7 @@ class LineWriter(logging.Handler):
             self._changed.notify_all()
 
     def _write_all(self) -> None:
-        """Write queued lines in an endless loop."""
+        """Write queued lines in an endless loop, as the body of the writer thread."""
         while True:
             with self._changed:
                 while not self._waiting:
@@ -134,10 +138,11 @@ def new_handler(stream: TextIO) -> logging.Handler:
 
 
 def _unblocked(fd: int) -> int | None:
-    """Open the file again as a non-blocking descriptor, or return None if that is impossible.
+    """Return a descriptor for non-blocking writes to the same file, or None if that is impossible.
 
     The given descriptor stays blocking, because other programs may share it and their writes would
-    fail otherwise. A regular file never blocks, and a socket cannot be opened again.
+    otherwise fail. A regular file never blocks, so its descriptor is returned as is. A socket
+    cannot be reopened.
     """
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):

@@ -1,8 +1,8 @@
 """JSON logs, one object per line.
 
-A line has time, level, logger, message and the fields in `extra`. If `extra` has a mapping under
-the key `MORE_FIELDS`, the mapping's fields are added, too. For many fields, a mapping takes only a
-third of the time.
+Each line has time, level, logger, message and the fields in `extra`. If `extra` has a mapping under
+the key `MORE_FIELDS`, the mapping's fields are added, too. If there are many fields, this takes
+only a third of the time.
 """
 
 import logging
@@ -22,9 +22,9 @@ _ENCODER = msgspec.json.Encoder(enc_hook=repr)
 
 
 class _LeanRecord(logging.LogRecord):
-    """A log record for which no file and module names are computed.
+    """A log record that does not compute file and module names.
 
-    No log line shows these names, and computing them takes as long as the rest of the record.
+    No log line shows these names, and computing them would double the cost of a record.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class _LeanRecord(logging.LogRecord):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a log record with its extra fields as JSON. Other values than JSON's use `repr`.
+    """Formats a log record and its extra fields as JSON. Values that JSON lacks use `repr`.
 
     Args:
         fields: fields to add to every line.

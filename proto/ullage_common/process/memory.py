@@ -1,4 +1,4 @@
-"""Memory of a process: limits, OOM kills by the kernel, and the release of freed memory."""
+"""Memory limits of a process, OOM kills by the kernel, and the release of freed memory."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ _CGROUP_V1 = Path("memory/memory.limit_in_bytes")
 RECENT_LOOKS = 20
 """Number of calls to `OomKills.look` for which a kill counts as recent.
 
-If memory is short, a killed process may take seconds to end.
+If memory is short, a killed process may take seconds to exit.
 """
 YOUNG_OBJECTS = 20_000
 """Number of new objects after which the garbage collector scans the young generation.
@@ -82,10 +82,10 @@ def container_limit(cgroup_root: Path = CGROUP) -> int | None:
 
 
 class OomKills:
-    """Counts the processes that the kernel has killed in a process's cgroup to free memory.
+    """Counts the processes that the kernel has OOM-killed in the cgroup of a given process.
 
-    The kernel counts OOM kills per cgroup. The cgroup of a process cannot be found after the
-    process has ended, so the caller must call `look` regularly.
+    The kernel counts OOM kills per cgroup. A process's cgroup cannot be looked up after the process
+    has exited, so the caller must call `look` regularly.
 
     Args:
         pid: id of the process.
@@ -102,7 +102,7 @@ class OomKills:
         self.look()
 
     def look(self) -> None:
-        """Record the current number of kills, if the process is still alive."""
+        """Record the current number of OOM kills, if the process is still alive."""
         try:
             lines = self._cgroups.read_text().splitlines()
             is_ending = self._sizes.read_text().startswith("0 ")
@@ -119,7 +119,7 @@ class OomKills:
         self._looks.append(self.count())
 
     def recent(self) -> int:
-        """Return the number of kills since the oldest of the last RECENT_LOOKS calls to `look`."""
+        """Return the number of OOM kills since the oldest of the last RECENT_LOOKS `look` calls."""
         return self.count() - self._looks[0] if self._looks else 0
 
     def _events(self, lines: list[str]) -> Path | None:
@@ -146,7 +146,7 @@ class OomKills:
         return None
 
     def count(self) -> int:
-        """Return the number of kills so far (0 if the kernel provides no count)."""
+        """Return the number of OOM kills so far (0 if the kernel provides no count)."""
         if self._path is None:
             return 0
         with contextlib.suppress(OSError, ValueError):

@@ -40,7 +40,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Tally(msgspec.Struct, array_like=True):
-    """Histogram observations counted by bucket. One process may send a tally to another process."""
+    """The number of histogram observations per bucket. Processes may send tallies to each other."""
 
     counts: list[int] = []
     """Number of observations in each bucket (empty before the first observation).
@@ -79,7 +79,7 @@ class MetricName:
 
     kind: ClassVar[str]
     name: str
-    """Full name, without the suffix that Prometheus appends for the kind."""
+    """Full name, without the suffix that Prometheus appends for the kind, such as `_total`."""
     text: str
     """Meaning of the metric in one sentence without a full stop."""
     labels: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class CounterName(MetricName):
         return Counts(self, registry, first)
 
     def family(self) -> CounterMetricFamily:
-        """Return a metric family without samples, which a collector adds at each scrape."""
+        """Return a metric family to which a collector adds the current samples at each scrape."""
         return CounterMetricFamily(self.name, self.text, labels=self.labels)
 
 
@@ -121,7 +121,7 @@ class GaugeName(MetricName):
         return Gauge(self.name, self.text, self.labels, registry=registry)
 
     def family(self) -> GaugeMetricFamily:
-        """Return a metric family without samples, which a collector adds at each scrape."""
+        """Return a metric family to which a collector adds the current samples at each scrape."""
         return GaugeMetricFamily(self.name, self.text, labels=self.labels)
 
 
@@ -141,7 +141,7 @@ class HistogramName(MetricName):
         return Tallies(self, registry, first)
 
     def family(self, tallies: Mapping[tuple[str, ...], Tally]) -> HistogramMetricFamily:
-        """Return a metric family with the given tallies, each under its label values."""
+        """Return a metric family with the given tallies, which are keyed by label values."""
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
         bounds = (*map(floatToGoString, self.buckets), "+Inf")
         for values, tally in tallies.items():
@@ -165,13 +165,13 @@ class AtScrape(Collector):
 
 
 class Counts(dict[str | tuple[str, ...], float]):
-    """A counter with labels, for code in which Prometheus's own class is too slow.
+    """A labelled counter for hot code in which Prometheus's own class is too slow.
 
     The keys are label values. Use `counts[value] += 1`, with a tuple for several labels.
 
     Args:
         name: declaration of the counter.
-        first: values of the first labels, which are the same for all counts.
+        first: values of the leading labels, if these are the same for all counts.
     """
 
     def __init__(
@@ -196,11 +196,11 @@ class Counts(dict[str | tuple[str, ...], float]):
 
 
 class Tallies:
-    """A histogram with labels, for code in which Prometheus's own class is too slow.
+    """A labelled histogram for hot code in which Prometheus's own class is too slow.
 
     Args:
         name: declaration of the histogram.
-        first: values of the first labels, which are the same for all series.
+        first: values of the leading labels, if these are the same for all series.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Tallies:
 
 
 def exposition(registry: CollectorRegistry) -> bytes:
-    """Return the registry in Prometheus's text format, twice as fast as the official client."""
+    """Render a registry in Prometheus's text format, twice as fast as the official client."""
     parts: list[str] = []
     for family in registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -249,7 +249,7 @@ def _label_text(labels: tuple[tuple[str, str], ...]) -> str:
 
 
 def metric_names(module: object) -> list[MetricName]:
-    """Return all metrics that a module declares, also in dicts and tuples, sorted by name."""
+    """Return all metrics that a module declares, including in dicts and tuples, sorted by name."""
     names: set[MetricName] = set()
     for value in vars(module).values():
         values: Iterable[object] = value if isinstance(value, dict | tuple) else (value,)

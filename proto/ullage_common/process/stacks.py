@@ -1,8 +1,8 @@
-"""Dumps a running process's stacks to standard error at SIGUSR1.
+"""Dumps a running process's stacks to standard error on SIGUSR1.
 
-faulthandler dumps the threads from the signal handler, even if the process hangs in a library. The
-event loop dumps its tasks, so they appear only if the loop still runs. After the dump, the process
-continues.
+faulthandler dumps the threads from the signal handler, even if the process hangs in a library.
+Tasks are dumped by the event loop itself, so they appear only if the loop still runs. After the
+dump, the process continues.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from typing import Any
 
 
 def dump_on_signal() -> None:
-    """Dump all threads at each SIGUSR1, which would otherwise end the process."""
+    """Dump the stacks of all threads on SIGUSR1, which would otherwise terminate the process."""
     with contextlib.suppress(OSError, ValueError):  # standard error is not a file
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
 
 def dump_loop_on_signal(others: Callable[[], Iterable[int]] = tuple) -> None:
-    """Dump all threads and the running event loop's tasks at each SIGUSR1.
+    """Dump the stacks of all threads and of the running event loop's tasks on SIGUSR1.
 
     Args:
-        others: returns the ids of processes that also get the signal. Each must handle SIGUSR1.
+        others: returns ids of processes to forward the signal to. Each must handle SIGUSR1.
     """
     loop = asyncio.get_running_loop()
 

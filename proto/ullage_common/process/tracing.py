@@ -48,7 +48,7 @@ MAX_VALUE = 1024
 """Maximum characters in an attribute, because clients may choose its text. The rest is cut off."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
-"""Maximum seconds for which a process waits at its end until its spans are sent."""
+"""Maximum seconds to wait at process exit for the queued spans to be sent."""
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ def _exporter(section: TracingSection) -> "SpanExporter":
 
 
 def _watched(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
-    """Wrap the exporter, so that each loss and each recovery of the collector is logged once."""
+    """Wrap an exporter to log once when the collector is lost and once when it recovers."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Watched(SpanExporter):
@@ -302,7 +302,10 @@ def _watched(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
 
 
 def _silence_libraries() -> None:
-    """Silence the exporters' loggers, which log every failed attempt. `_watched` logs only one."""
+    """Silence the exporters' own loggers, which log every failed attempt.
+
+    The exporter from `_watched` logs each outage only once.
+    """
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     logging.getLogger("urllib3").setLevel(logging.ERROR)
 

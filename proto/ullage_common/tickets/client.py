@@ -13,8 +13,8 @@ and errors are the same either way.
 `PickBatcher` combines the requests to place, and the reports about ended requests, into few `Pick`
 RPCs. Only one RPC is in flight at a time. Requests that arrive meanwhile are sent with the next
 RPC, so batches grow with the load, and a single request does not wait for others. Requests of equal
-size are sent as one entry with a count and share tickets. This costs the router a fraction of
-placing each request.
+size are sent as one entry with a count and share tickets, which is much cheaper for the router than
+placing each request separately.
 """
 
 import asyncio
@@ -36,12 +36,15 @@ from ullage_common.wire.validation import is_growing
 
 MAX_BATCH = 256
 MAX_REPORTS = 4096
-"""Maximum number of reports in one RPC, and of reports that wait if the router does not answer."""
+"""Maximum number of reports in one RPC, and of unsent reports that are kept.
+
+A report tells the router that an engine accepted a request, or that the request has ended.
+"""
 PICK_TIMEOUT_S = 5.0
 OFF_S = 30.0
-"""Seconds for which only Generate is used after the router reports that it issues no tickets."""
+"""Seconds for which to use only Generate, after the router reports that it issues no tickets."""
 QUIET_S = 0.05
-"""Seconds to wait for a request to place before reports are sent without one."""
+"""Seconds for which reports wait for a request to place, so that both can share one RPC."""
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class _PendingPick:
 
 
 class PickBatcher:
-    """Lets one router place requests on engines, with many requests per RPC.
+    """Asks a router to place requests on engines, and batches many requests into one RPC.
 
     Args:
         router: the router's gRPC stub.
@@ -110,7 +113,7 @@ class PickBatcher:
         Args:
             avoid: addresses of engines that have just refused the request.
             deadline: time on the event loop's clock at which to stop waiting.
-            paid_by: the first ticket of the answer that the request continues.
+            paid_by: the first ticket of the answer that the request continues, if any.
 
         Raises:
             ServiceError: INTERNAL, the `Pick` RPC failed unexpectedly or its response is invalid.
@@ -128,11 +131,11 @@ class PickBatcher:
             return None
 
     def on_accepted(self, pick: Pick) -> None:
-        """Record for the next report that the engine has accepted the request."""
+        """Queue a report to the router that the engine has accepted the request."""
         self._note(self._accepted, pick)
 
     def on_ended(self, pick: Pick) -> None:
-        """Record for the next report that the request has ended or will not be sent."""
+        """Queue a report to the router that the request has ended or will not be sent."""
         self._note(self._ended, pick)
 
     def _note(self, reports: list[int], pick: Pick) -> None:
@@ -160,7 +163,7 @@ class PickBatcher:
             await self._call()
 
     async def _quiet(self) -> None:
-        """Wait a moment, so that the reports can be sent together with the next request."""
+        """Wait for up to QUIET_S, so that reports can be sent together with the next request."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._news.wait()
@@ -203,7 +206,7 @@ class PickBatcher:
         self._deal(groups, response)
 
     def _keep(self, accepted: list[int], ended: list[int]) -> None:
-        """Keep reports for the next RPC, because they free the tenant's places."""
+        """Keep unsent reports for the next RPC, because they free resources in the router."""
         self._accepted = (accepted + self._accepted)[:MAX_REPORTS]
         self._ended = (ended + self._ended)[:MAX_REPORTS]
 
@@ -220,7 +223,10 @@ class PickBatcher:
 
 
 def _alike(pending: Iterable[_PendingPick]) -> list[list[_PendingPick]]:
-    """Group requests that may share a ticket. A request tied to an engine is a separate group."""
+    """Group requests of equal size, which may share a ticket.
+
+    A request that has a session, must avoid an engine, or continues an answer forms its own group.
+    """
     groups: dict[object, list[_PendingPick]] = {}
     for request in pending:
         priced = request.priced
@@ -246,7 +252,10 @@ def _merged(group: list[_PendingPick]) -> pb.PricedRequest:
 def _places(
     count: int, answers: Iterator[pb.Placed], engines: Sequence[str]
 ) -> Iterator[Pick | None]:
-    """Yield a place for each of `count` equal requests. One answer may place several requests."""
+    """Yield a pick for each of `count` equal requests, or None for a request that was refused.
+
+    One entry in the router's response may place several requests.
+    """
     while count > 0 and (placed := next(answers, None)):
         pick = _pick(placed, engines)
         for _ in range(min(count, placed.count or 1)):
@@ -298,7 +307,7 @@ MAX_PICKS = 3
 MAX_ENGINES = 256
 """Maximum number of gRPC channels to engines that stay open."""
 CLOSING_S = 60.0
-"""Seconds within which running answers must end on a channel that is being closed."""
+"""Grace period in seconds for running answers on a channel that is being closed."""
 ANOTHER_MAY = frozenset(
     {
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -311,7 +320,7 @@ ANOTHER_MAY = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
-"""Status codes from an engine after which another engine or the router may succeed."""
+"""Status codes of an engine's error after which another engine or the router may succeed."""
 
 ANOTHER_MAY_GO_ON = ANOTHER_MAY | {grpc.StatusCode.UNIMPLEMENTED}
 """Status codes of an interrupted answer that another engine may continue."""
@@ -348,7 +357,10 @@ class Client:
         self._router = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._batcher = PickBatcher(self._router, self._metadata) if is_direct else None
         self._base_model: str | None = None
-        """Name of the served model (empty if not permitted), or None until it is requested."""
+        """Name of the served model, or None before it is fetched.
+
+        The name is empty if the tenant may not use the model.
+        """
         self._engines: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -367,10 +379,10 @@ class Client:
         await self._channel.close()
 
     async def generate(self, request: pb.GenerateRequest, timeout_s: float = 30.0) -> Events:
-        """Yield Accepted, then Delta any number of times, then Finished.
+        """Yield an Accepted event, then any number of Delta events, then a Finished event.
 
-        If the prompt is token ids, an answer survives the loss of its engine, because another
-        engine or the router continues the answer.
+        If the prompt consists of token ids, the answer survives the loss of its engine, because
+        another engine or the router continues it.
 
         Raises:
             ServiceError: the request was refused or failed, with the router's error.
@@ -488,11 +500,11 @@ class Client:
 
 
 class _Answer:
-    """One answer in progress, which several servers may generate one after another.
+    """An answer in progress. If a server fails, another one may continue the answer.
 
     Args:
         request: the caller's request.
-        deadline: time on the event loop's clock at which the answer is given up.
+        deadline: time on the event loop's clock at which the answer is abandoned.
 
     Attributes:
         avoid: addresses of engines that refused or lost the answer, oldest first.
@@ -516,10 +528,10 @@ class _Answer:
         self._is_resumed = False
         """Whether another engine has continued the answer."""
         self._held: list[pb.GenerateResponse] | None = None if is_growing(request) else []
-        """Held-back events if the answer is known only at the end, otherwise None."""
+        """Events held back until the answer is complete, or None if the answer is streamed."""
 
     def take(self, event: pb.GenerateResponse) -> Iterator[pb.GenerateResponse]:
-        """Record an event, and yield the events that the caller may see now."""
+        """Record an event, and yield the events that may be passed on to the caller now."""
         match event.WhichOneof("event"):
             case "accepted":
                 self._progress.on_accepted(event.accepted, event.accepted.max_tokens)
@@ -572,7 +584,7 @@ class _Answer:
 
 
 class _NotBegun(Exception):
-    """The engine did not accept the request, so another server may get it."""
+    """Raised if an engine did not accept the request, so that another server may be tried."""
 
 
 async def _events(stream: Stream) -> Events:
@@ -588,5 +600,5 @@ def _left(deadline: float) -> float:
 
 
 def _is_refusal(error: ServiceError) -> bool:
-    """Return whether the error is a temporary refusal by the server and not a failure."""
+    """Return whether the error is a temporary refusal by the server, rather than a failure."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in _NOT_NOW

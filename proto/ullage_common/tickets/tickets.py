@@ -23,12 +23,15 @@ TICKET_KEY = "x-ullage-ticket"
 """Metadata key that carries the ticket in a Generate RPC."""
 MIN_KEY_BYTES = 32
 CLOCK_SKEW_S = 5.0
-"""Seconds by which an engine's clock may be ahead of the router's."""
+"""Seconds by which an engine's clock may run ahead of the router's clock."""
 
 _CLAIMS = struct.Struct(">2sQQ8sIIBbH16s")
 _VERSION = b"U2"
 _SESSIONLESS = 1 << 15
-"""Bit added to a ticket's number of uses. Older engines read such a ticket as valid for one use."""
+"""Flag for `is_sessionless`, which shares a field with the ticket's number of uses.
+
+Older engines read a ticket with this flag as valid for one use.
+"""
 _MAC_BYTES = 32
 TICKET_BYTES = _CLAIMS.size + _MAC_BYTES
 
@@ -37,13 +40,16 @@ CACHE_SALT_BYTES = 16
 
 
 def cache_salt(tenant: str, salt: str = "") -> bytes:
-    """Return the cache salt for a tenant's requests that set `salt`."""
+    """Return the cache salt of a tenant, combined with the salt that a request sets, if any.
+
+    Requests share cached KV only if their cache salts are equal.
+    """
     tenant_salt = hashlib.blake2b(f"{tenant}\0".encode(), digest_size=CACHE_SALT_BYTES).digest()
     return narrowed_salt(tenant_salt, salt)
 
 
 def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
-    """Return the cache salt for a tenant's requests that set `salt`.
+    """Combine a tenant's cache salt with the salt that a request sets, if any.
 
     Args:
         tenant_salt: the cache salt for the tenant's requests without a salt.
@@ -54,7 +60,7 @@ def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
 
 
 class TicketError(Exception):
-    """The ticket is not valid.
+    """Raised if a ticket is not valid.
 
     Attributes:
         reason: BAD_TICKET or TICKET_EXPIRED.
@@ -69,7 +75,7 @@ class Claims(NamedTuple):
     """The content of a ticket."""
 
     id: int
-    """64 random bits, by which an engine recognises a ticket that was already used."""
+    """64 random bits, by which an engine recognises a ticket that has already been used."""
     expires_ms: int
     """Unix time in milliseconds at which the ticket expires."""
     engine: bytes
@@ -79,18 +85,22 @@ class Claims(NamedTuple):
     samples: int
     priority: int
     uses: int = 1
-    """Number of requests, each of at most this size. Older routers write 0, which means one."""
-    is_sessionless: bool = False
-    """Whether the engine ignores a request's session, because tenants may use equal session names.
+    """Number of requests of at most this size that may use the ticket.
 
-    If so, the engine combines the ticket's cache salt with the request's salt.
+    Older routers write 0, which means one.
+    """
+    is_sessionless: bool = False
+    """Whether the engine ignores a request's session.
+
+    Sessions are ignored because different tenants may use the same session names. The engine then
+    combines the ticket's cache salt with the request's salt.
     """
     cache_salt: bytes = bytes(CACHE_SALT_BYTES)
     """Cache salt of the tenant that the ticket is for."""
 
 
 def engine_tag(engine_id: str) -> bytes:
-    """Return the eight-byte tag that stands for an engine's name in tickets."""
+    """Return the eight-byte tag that identifies an engine in tickets."""
     return hashlib.sha256(engine_id.encode()).digest()[:8]
 
 
@@ -129,7 +139,7 @@ def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> C
 
 
 def read(ticket: str, keys: Sequence[bytes]) -> Claims:
-    """Verify only a ticket's signature, and return its claims for any engine and time.
+    """Verify a ticket's signature and return its claims, without checking the engine or the expiry.
 
     Raises:
         TicketError: no router of this service and release has signed the ticket.
@@ -187,7 +197,7 @@ class TicketUses:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._counts: dict[int, tuple[int, float]] = {}
-        """By ticket id: the number of uses, and the Unix time in seconds at which they expire.
+        """Maps a ticket's id to its number of uses and the Unix time in seconds when they expire.
 
         Tickets are in the order of their first use.
         """
@@ -208,7 +218,7 @@ class TicketUses:
         self._counts[ticket_id] = (count + 1, until_s)
 
     def forget(self, now_s: float) -> None:
-        """Remove expired tickets from the front. Stop at the first ticket that has not expired."""
+        """Remove expired tickets, oldest first, and stop at the first one that has not expired."""
         while self._counts:
             ticket_id, (_, until_s) = next(iter(self._counts.items()))
             if until_s >= now_s:
@@ -220,7 +230,7 @@ log = logging.getLogger(__name__)
 
 
 class TicketKeys:
-    """Keeps the ticket keys from a folder up to date.
+    """Loads the ticket keys from a folder, and reloads them when the folder changes.
 
     Args:
         folder: the folder with one key per file.

@@ -1,7 +1,8 @@
-"""Limits a server's concurrent RPCs and incoming requests, with a fair share for each owner.
+"""Limits a server's concurrent RPCs and incoming requests, and divides them fairly among owners.
 
-The owner of a place is a tenant, or a peer's address if the tenant is unknown. An idle RPC costs
-the client nothing, so no owner may keep a place for long while other owners need the place.
+An RPC or a request occupies one slot. Its owner is a tenant, or a peer's address if the tenant is
+unknown. Keeping an RPC idle costs the client nothing, so no owner may hold a slot for long while
+other owners are waiting.
 """
 
 import asyncio
@@ -13,24 +14,24 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A place in a limited set, which its holder may lose to another owner."""
+    """A slot for one RPC or request, which its holder may lose to another owner."""
 
     owner: str
     timeout: asyncio.Timeout
-    """Timeout that expires when the place is lost."""
+    """Timeout of the holder, which expires immediately when the slot is lost."""
     since: float
-    """Time on the event loop's clock at which the place was taken."""
+    """Time on the event loop's clock at which the slot was taken."""
     is_lost: bool = False
 
     def lose(self) -> None:
-        """Take the place away, and end the holder's wait with a timeout."""
+        """Revoke the slot, and make its holder's timeout expire."""
         self.is_lost = True
         if not self.timeout.expired():
             self.timeout.reschedule(self.since)
 
 
 class _Held:
-    """Places that may be taken away, grouped by owner, oldest first."""
+    """Slots that may be revoked, grouped by owner, oldest first."""
 
     def __init__(self) -> None:
         self._by_owner: dict[str, dict[Place, None]] = {}
@@ -41,7 +42,7 @@ class _Held:
         return place
 
     def remove(self, place: Place) -> bool:
-        """Remove a place, and return whether it was present."""
+        """Remove a slot, and return whether it was present."""
         of_owner = self._by_owner.get(place.owner, {})
         if place not in of_owner:
             return False
@@ -51,15 +52,15 @@ class _Held:
         return True
 
     def oldest_of_greediest(self) -> Place | None:
-        """Return the oldest place of the owner that has the most places."""
+        """Return the oldest slot of the owner that holds the most slots."""
         most = max(self._by_owner.values(), key=len, default=None)
         return next(iter(most)) if most else None
 
 
 class OpenPlaces:
-    """Places for public RPCs. A new RPC always gets a place.
+    """Slots for public RPCs. A new RPC always gets one.
 
-    If there are too many RPCs, the owner with the most places loses its oldest place.
+    If there are too many RPCs, the owner that holds the most slots loses its oldest one.
     """
 
     def __init__(self, count: int) -> None:
@@ -69,7 +70,7 @@ class OpenPlaces:
 
     @contextlib.contextmanager
     def place(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
-        """Hold a place while the block runs. The timeout ends the block if the place is lost."""
+        """Hold a slot for the duration of the block, which times out if the slot is lost."""
         place = self._held.add(owner, timeout)
         self._num_held += 1
         if self._num_held > self._count and (oldest := self._held.oldest_of_greediest()):
@@ -86,7 +87,7 @@ class OpenPlaces:
 
 
 class CallCount:
-    """Counts a server's RPCs. One owner may have at most half of the permitted number."""
+    """Counts a server's open RPCs. One owner may have at most half of the permitted number."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -110,15 +111,15 @@ class CallCount:
 
 
 class ReceiveRoom:
-    """Places for requests that are being received or parsed. One owner gets at most half of them.
+    """Slots for requests that are being received or parsed. One owner gets at most half of them.
 
-    Waiting owners take turns. If an owner has more places than a waiting owner, the former loses
-    its oldest place whose request has not arrived within `grace_s`.
+    Waiting owners take turns. If another owner holds more slots than a waiting owner, it loses its
+    oldest slot whose request has not arrived within `grace_s`.
 
     Args:
-        count: number of places.
-        grace_s: seconds for which a place cannot be taken away.
-        wait_s: maximum seconds to wait for a place.
+        count: number of slots.
+        grace_s: seconds for which a slot cannot be revoked.
+        wait_s: maximum seconds to wait for a slot.
     """
 
     def __init__(self, count: int, grace_s: float, wait_s: float) -> None:
@@ -134,10 +135,10 @@ class ReceiveRoom:
 
     @contextlib.asynccontextmanager
     async def place(self, owner: str) -> AsyncIterator[None]:
-        """Wait for a place, and hold the place while the block runs.
+        """Wait for a slot, and hold it for the duration of the block.
 
         Raises:
-            TimeoutError: no place became free in time.
+            TimeoutError: no slot became free in time.
         """
         await self._take(owner)
         try:
@@ -147,9 +148,9 @@ class ReceiveRoom:
 
     @contextlib.contextmanager
     def arriving(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
-        """Mark a held place as waiting for its request to arrive, while the block runs.
+        """Mark a slot as waiting for its request to arrive, for the duration of the block.
 
-        Another owner may take such a place.
+        Only such a slot can be revoked in favour of another owner.
         """
         place = self._arriving.add(owner, timeout)
         self._make_room()
@@ -202,9 +203,9 @@ class ReceiveRoom:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Take a place from the owner with the most places, for the first waiter that may get it.
+        """Revoke a slot of the owner that holds the most, for the first waiter that may have it.
 
-        If the place is in its grace period, take the place when the period ends.
+        If the slot is still in its grace period, try again when the period ends.
         """
         if self._timer:
             self._timer.cancel()

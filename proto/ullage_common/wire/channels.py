@@ -32,7 +32,7 @@ CHANNEL_OPTIONS = (
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
 ) -> grpc.aio.Channel:
-    """Open an asyncio channel to `host:port`. It connects lazily and reconnects by itself.
+    """Open an asyncio channel to `host:port`. It connects lazily and reconnects automatically.
 
     Args:
         credentials: TLS credentials, or None for plaintext.
@@ -46,7 +46,7 @@ def open_channel(
 def open_blocking_channel(
     target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
 ) -> grpc.Channel:
-    """Open a channel with the options of `open_channel`, but with blocking calls."""
+    """Open a synchronous channel with the same options as `open_channel`."""
     if credentials is None:
         return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(target, credentials, options=_named(server_name))

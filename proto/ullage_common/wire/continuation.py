@@ -1,8 +1,8 @@
 """Keeps the received tokens of an answer, so that another engine can continue it.
 
-The reader of an engine's answer is a router, or a client with tickets. The reader keeps a
-`Progress` for each answer. The results of beam searches and of `best_of` are known only at the end.
-No tokens of these are kept, so they start from the beginning if the engine is lost.
+The reader of an engine's answer is a router, or a client with tickets. It keeps a `Progress` for
+each answer. Beam searches and `best_of` have results only at the end. Their tokens are not kept, so
+they restart from the beginning if the engine is lost.
 """
 
 from dataclasses import dataclass, field
@@ -14,13 +14,16 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import has_output, is_growing, num_answers
 
 MAX_STALLED_LOSSES = 3
-"""Number of engines lost without a new token, after which the request is given up as the cause."""
+"""Number of engines lost in a row without a new token, after which the request is abandoned.
+
+The request itself is then considered to be the cause.
+"""
 MAX_LOSSES = 16
-"""Total number of lost engines after which the request is given up."""
+"""Total number of lost engines after which the request is abandoned."""
 MAX_BREAKAGES = 2
-"""Number of engines that broke on the request, after which the request is given up."""
+"""Number of engine failures blamed on the request, after which the request is abandoned."""
 BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
-"""Error reasons which show that an engine broke on a request."""
+"""Error reasons that show that processing the request made an engine fail."""
 
 
 @dataclass(slots=True)
@@ -45,11 +48,11 @@ class Progress:
         self.num_tokens = 0
         """Total number of output tokens in all answers."""
         self.has_begun = False
-        """Whether any engine has accepted the request, even before its continuation."""
+        """Whether any engine has accepted the request, or it continues an earlier answer."""
         self.is_accepted = False
         """Whether an engine has accepted the request for this reader."""
         self.max_tokens = 0
-        """Maximum output tokens per answer that were granted (0 before the request is accepted)."""
+        """Granted maximum of output tokens per answer (0 before the request is accepted)."""
         self.fingerprints: tuple[str, ...] = ()
         """Fingerprints of the engines that generated tokens, without duplicates, in order."""
         self._fingerprint = ""
@@ -95,7 +98,7 @@ class Progress:
 
     @property
     def goes_on_inexactly(self) -> bool:
-        """Whether the last engine's fingerprint differs from that of the tokens so far."""
+        """Whether the latest engine's fingerprint differs from that of the tokens so far."""
         return bool(self.fingerprints) and self.fingerprints != (self._fingerprint,)
 
     def on_accepted(self, accepted: pb.Accepted, max_tokens: int) -> None:
@@ -105,7 +108,8 @@ class Progress:
             max_tokens: the output limit in the request to the engine.
 
         Raises:
-            ServiceError: UNIMPLEMENTED, a later engine would start from the beginning.
+            ServiceError: UNIMPLEMENTED, a later engine would not continue the answer but restart
+                it.
         """
         if self.has_begun and accepted.continued_tokens != self.num_tokens:
             raise _begins_anew(accepted.engine)
@@ -133,7 +137,7 @@ class Progress:
             self._answers[finished.sample].reason = finished.reason
 
     def on_loss(self) -> None:
-        """Drop output that cannot be continued and will start from the beginning."""
+        """Discard output that cannot be continued. The next engine generates it again."""
         if not self._is_growing:
             self.num_tokens = 0
             self.fingerprints = ()
@@ -167,7 +171,7 @@ class Losses:
         self._num_tokens = 0
 
     def add(self, error: ServiceError, progress: Progress) -> None:
-        """Count the loss of an engine with this error."""
+        """Record that an engine was lost with this error."""
         has_grown = progress.num_tokens > self._num_tokens
         self._stalled = 1 if has_grown else self._stalled + 1
         self._num_tokens = progress.num_tokens
@@ -176,12 +180,12 @@ class Losses:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the request may be crashing engines, so that its next prompt should run alone."""
+        """Whether the request may be crashing engines, so that it should next run alone."""
         return self._stalled >= MAX_STALLED_LOSSES - 1
 
     @property
     def are_too_many(self) -> bool:
-        """Whether so many engines were lost that the request is given up."""
+        """Whether the request should be abandoned because too many engines were lost."""
         is_cause = self._stalled >= MAX_STALLED_LOSSES or self._num_breakages >= MAX_BREAKAGES
         return is_cause or self.total >= MAX_LOSSES
 

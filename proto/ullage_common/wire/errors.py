@@ -90,9 +90,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
 def _release(aborted: grpc.aio.AbortError, task: object) -> None:
     """Drop the stack frames of the exception that ended an RPC.
 
-    gRPC keeps the exception with the RPC, and the frames refer to the RPC. Without this function,
-    the RPC and its request would stay in memory until the next full garbage collection, which is
-    rare.
+    gRPC keeps the exception with the RPC, and the frames refer back to the RPC. Without this
+    function, the RPC and its request would stay in memory until the next full garbage collection,
+    which is rare.
     """
     aborted.__traceback__ = None
     aborted.__context__ = None

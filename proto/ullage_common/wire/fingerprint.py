@@ -12,11 +12,11 @@ import msgspec
 
 DIGEST_DIGITS = 24
 _KEY_DIGITS = 12
-"""Number of digits of an adapter's digest that are part of the adapter's key."""
+"""Number of digits of an adapter's digest to include in the adapter's key."""
 _SHOWN = 3
 """Maximum number of engines that an error text lists for each value of a fact."""
 _UNREPORTED = "fingerprint"
-"""Name of the difference between engines that report a fingerprint and engines that do not."""
+"""Name under which `differences` lists that only some engines report a fingerprint."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     digest: str = ""
     """The digest in hexadecimal (empty if unknown, as for an engine of an earlier release)."""
     facts: dict[str, str] = {}
-    """Facts that affect the exact bits of answers, by name."""
+    """Facts that affect the exact bits of answers, such as the weights, by name."""
 
 
 UNKNOWN = Fingerprint()
@@ -35,7 +35,7 @@ Differences = dict[str, dict[str, list[str]]]
 
 
 def fingerprint_of(facts: Mapping[str, str]) -> Fingerprint:
-    """Return the fingerprint of these facts."""
+    """Compute the fingerprint of the given facts."""
     text = json.dumps(dict(facts), sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()[:DIGEST_DIGITS]
     return Fingerprint(digest, dict(sorted(facts.items())))

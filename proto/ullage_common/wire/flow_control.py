@@ -1,13 +1,13 @@
-"""The sending side of flow control: keeps each call within its window, and merges its tokens.
+"""The sending side of flow control: keeps each call within its window, and batches its tokens.
 
-A message costs the reader more than the tokens in the message. The first token is sent at once.
-Later tokens are held until the next tick after the last send, or until they fill the batch size
-that the reader prefers. They are then sent as one delta. Ticks are at fixed intervals and the same
-for all calls, so the tokens of many calls can share a message.
+A message costs the reader more than the tokens in it, so tokens are batched. The first token is
+sent immediately. Later tokens are held until the first tick after the last send, or until they fill
+the reader's preferred batch size. They are then sent as one delta. Ticks occur at fixed intervals
+and are the same for all calls, so that the tokens of many calls can share a message.
 
-`SendWindow` applies this rule, because only `SendWindow` has the time of the last send. A producer
-of deltas can follow the same `SendPace`, and so avoid deltas that would only be merged. Such a
-producer's deltas are sent at once.
+`SendWindow` enforces this rule, because it alone knows the time of the last send. A producer of
+deltas can follow the same `SendPace`, so that it does not produce deltas that would only be merged.
+The deltas of such a producer are sent immediately.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ class SendPace:
     """The pace at which the tokens of one sample are sent."""
 
     pause_s: float = 0.0
-    """Seconds between two ticks (0 to send each token at once)."""
+    """Seconds between two ticks (0 to send each token immediately)."""
     max_tokens: int = 1
-    """Number of pending tokens at which they are sent without waiting for a tick."""
+    """Number of pending tokens that triggers a send before the next tick."""
 
     def next_tick(self, now: float) -> float:
-        """Return the time of the next send after a send at `now`, on the same clock."""
+        """Return the earliest time of the next send after a send at `now`, on the same clock."""
         return next_tick(now, self.pause_s)
 
 
@@ -57,7 +57,7 @@ AT_ONCE = SendPace()
 
 
 class SendWindow:
-    """Sends the responses of one call, but no more than the reader has granted.
+    """Sends the responses of one call, but never more than the reader has granted.
 
     Args:
         call: the call, with its window, the pause between ticks, and the tokens per batch.
@@ -72,10 +72,10 @@ class SendWindow:
         self.pace = SendPace(call.coalesce_ms / 1000, max(1, call.coalesce_tokens))
         self._samples: dict[int, _Pending] = {}
         self.is_finished = False
-        """Whether the last response that was sent is Finished."""
+        """Whether the most recently sent response is Finished."""
 
     async def write(self, response: pb.GenerateResponse) -> None:
-        """Send a response, or hold a delta to be merged. Wait while the window is closed."""
+        """Send a response, or hold a delta to merge it later. Wait while the window is closed."""
         if response.HasField("delta"):
             await self._write_delta(response)
             return
@@ -84,7 +84,7 @@ class SendWindow:
         await self._send_when_open(response)
 
     def grant(self, responses: int) -> None:
-        """Widen the window by a number of responses, and send the deltas that waited for this."""
+        """Widen the window by a number of responses, and send deltas that were waiting for it."""
         self._window += responses
         if self._opened and not self._opened.done():
             self._opened.set_result(None)

@@ -1,8 +1,8 @@
 """Limits the number of values in JSON text before the text is parsed.
 
-A parser creates one object for every two bytes of `[[],[],...]`. It holds the GIL all the time, and
-needs a hundred times the text's memory. The number of brackets, braces, colons and commas outside
-of strings is an upper bound on the number of objects.
+A JSON parser creates one object for every two bytes of `[[],[],...]`. It holds the GIL throughout,
+and needs a hundred times the text's memory. The number of brackets, braces, colons and commas
+outside of strings is an upper bound on the number of objects.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ BLOCK_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """Limits on the number of JSON parts in one text, or in several texts in total."""
+    """Limits on the lists, object entries and commas in one JSON text, or in several in total."""
 
     max_lists: int
     max_entries: int
@@ -26,13 +26,17 @@ class JsonLimits:
 
 
 BODY_LIMITS = JsonLimits(1 << 16, 1 << 18, MAX_PROMPT_TOKENS + (1 << 18))
-"""Limits for a request body: three times 8192 turns with as many calls, parts and results."""
+"""Limits for a request body.
+
+They are three times the needs of a conversation with 8192 turns, and as many tool calls, text parts
+and tool results.
+"""
 VALUE_LIMITS = JsonLimits(1 << 14, 1 << 16, 1 << 17)
-"""Limits for values that are parsed at once: the tools, and the arguments of all tool calls."""
+"""Limits for values that are parsed together: the tools, and the arguments of all tool calls."""
 
 
 class JsonCounter:
-    """Counts the JSON parts of texts, and raises an error if there are too many parts.
+    """Counts lists, object entries and commas in JSON texts. Raises an error above the limits.
 
     Args:
         field: name of the request's field, for error messages.
@@ -49,10 +53,10 @@ class JsonCounter:
         self._items = 0
 
     def add(self, text: bytes) -> None:
-        """Count the parts of one text, which need not be valid JSON.
+        """Count one more text towards the limits. It need not be valid JSON.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT, the texts have too many parts.
+            ServiceError: INVALID_ARGUMENT, the texts exceed a limit.
         """
         start = 0
         is_inside = False
@@ -62,7 +66,7 @@ class JsonCounter:
             start = end
 
     def _add_block(self, block: bytes, is_inside: bool) -> bool:
-        """Count a block's parts, and return whether the block ends inside a string.
+        """Count one block of a text, and return whether the block ends inside a string.
 
         The block must not split an escape sequence.
         """
@@ -88,7 +92,7 @@ class JsonCounter:
 
 
 def _end_of_block(text: bytes, start: int) -> int:
-    """Return the end of the block from `start`, chosen so that no escape sequence is split."""
+    """Return the end of the block that begins at `start`, without splitting an escape sequence."""
     end = min(start + BLOCK_BYTES, len(text))
     last = end - 1
     while last >= start and text[last] == ord("\\"):

@@ -7,7 +7,7 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one pool as seen by one router."""
 
     ready: int
-    """Number of engines that report to be ready."""
+    """Number of engines that report being ready."""
     capacity_bytes: int
     """KV memory that the ready engines report, in bytes."""
     headroom_bytes: int
@@ -15,13 +15,13 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     engine_requests: int
     """Number of requests that engines report as running or waiting."""
     credit_bytes: int
-    """Bytes of headroom that this router has reserved since the engines' last reports."""
+    """Bytes of headroom that this router has reserved since the engines' latest reports."""
     queued: int
     """Number of requests that wait for memory in the router."""
     queue_bytes: int
     """Predicted KV bytes of the requests that wait in the router."""
     queue_s: float
-    """Longest time in seconds that a request in the queue has waited so far."""
+    """Seconds for which the oldest request in the queue has waited so far."""
     answered: int
     """Number of requests that got their first token in the last minute."""
     late: int

@@ -1,8 +1,8 @@
-"""Limits the number of parts in a serialized protobuf message before the message is parsed.
+"""Limits the number of fields in a serialized protobuf message before the message is parsed.
 
-Protobuf creates one object for every two bytes of empty messages. It holds the GIL all the time,
-and needs fifty times the message's memory. The scan in this module creates no objects, and other
-threads can take the GIL meanwhile.
+For a list of empty messages, protobuf creates one object for every two bytes. It holds the GIL
+throughout, and needs fifty times the message's memory. The scan in this module creates no objects,
+and lets other threads take the GIL in between.
 """
 
 from google.protobuf.descriptor import Descriptor
@@ -11,9 +11,9 @@ from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_PROMPT_TOKENS
 
 MAX_PARTS = 1 << 17
-"""Maximum number of fields and entries in a message, including nested messages.
+"""Maximum number of fields and list entries in a message, including nested messages.
 
-This is twice the number in a conversation of 8192 turns with as many calls.
+This is twice the number in a conversation of 8192 turns with as many tool calls.
 """
 LIGHT_PARTS = 1024
 """Maximum number of fields and entries in a light message, which the event loop may parse."""
@@ -31,11 +31,13 @@ _SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
 def check_message(data: bytes, descriptor: Descriptor) -> None:
-    """Check the number of parts in a serialized message. Malformed messages are left to the parser.
+    """Check the number of fields and list entries in a serialized message before it is parsed.
+
+    Malformed messages are left to the parser.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, the message has too many parts, or a list with too many
-            numbers.
+        ServiceError: INVALID_ARGUMENT, the message has too many fields and entries, or a list with
+            too many numbers.
     """
     if excess := _excess(data, descriptor, MAX_PARTS, len(data)):
         message = f"{descriptor.name} has more than {excess}; send fewer"
@@ -112,5 +114,5 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _num_numbers(packed: bytes) -> int:
-    """Count the numbers in a packed list (only an upper bound if the numbers have a fixed size)."""
+    """Count the numbers in a packed list. This is only an upper bound for numbers of fixed size."""
     return len(packed.translate(None, _LAST_BYTES))

@@ -1,4 +1,4 @@
-"""The serving end of `InferenceService.Multiplex`: many Generate calls over one stream.
+"""The server side of `InferenceService.Multiplex`: many Generate calls over one stream.
 
 Each call runs as a separate task with the same code as a Generate RPC. The call's context has the
 parts of gRPC's context that this code uses. All responses that are ready at the same time are sent
@@ -6,8 +6,9 @@ in one message. A call may be up to `window` responses ahead of the router. Afte
 call waits, and other calls continue (see `ullage_common.wire.flow_control`).
 
 Anyone who can reach an engine can open a stream. Each stream therefore has a limit on open calls.
-A message is processed in pieces, so that the event loop can serve other streams in between. No call
-begins while nobody reads the answers. A stream ends after too many consecutive refused tickets.
+A message is processed in pieces, so that the event loop can serve other streams in between. New
+calls do not begin while nobody reads the responses. A stream ends after too many consecutive calls
+with refused tickets.
 """
 
 import asyncio
@@ -76,7 +77,7 @@ class _Stream:
         self._calls: dict[int, CallContext] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._outbox: list[tuple[int, pb.GenerateResponse | bytes]] = []
-        """Entries to send: a call's tag, and its next response or its serialized final status."""
+        """Queue of entries to send: a call's tag, with a response or the serialized status."""
         self._has_news = asyncio.Event()
         """Set while the outbox has entries."""
         self._has_room = asyncio.Event()
@@ -84,10 +85,10 @@ class _Stream:
         self._refused: ServiceError | None = None
         """The error of the latest refused ticket."""
         self._num_refused = 0
-        """Number of calls with refused tickets since the last call that was served."""
+        """Number of calls with refused tickets since a call was last served."""
 
     async def take(self, request: pb.MultiplexRequest) -> None:
-        """Process a message: begin its calls, widen the windows of calls, and cancel calls.
+        """Process a message: begin new calls, widen the windows of open calls, and cancel calls.
 
         Raises:
             ServiceError: the message has too many calls, or too many tickets were refused before.
@@ -250,11 +251,11 @@ class CallContext:
 
     @property
     def pace(self) -> SendPace:
-        """The pace at which responses are sent, so that a faster producer can batch its tokens."""
+        """Pace at which responses are sent. A faster producer can use it to batch its tokens."""
         return self.send_window.pace
 
     def write(self, response: pb.GenerateResponse) -> Coroutine[None, None, None]:
-        """Send a response, after waiting until the router has read enough earlier responses."""
+        """Send a response, but wait while too many earlier responses are unread."""
         return self.send_window.write(response)
 
     def cancel(self) -> None:
@@ -296,7 +297,7 @@ def _statuses(metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[Any]:
 
 
 def _check_size(request: pb.GenerateRequest) -> None:
-    """Refuse a request that a Generate RPC would also refuse as too large."""
+    """Refuse a request that is too large, with the same limit as for a Generate RPC."""
     if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
         message = f"GenerateRequest has {size} bytes; send at most {MAX_REQUEST_BYTES}"
         raise invalid("GenerateRequest", message, "BODY_TOO_LARGE")

@@ -2,8 +2,8 @@
 
 By default, a gRPC server receives everything that clients send before it calls any code. If the
 bytes cannot be parsed, it responds with UNKNOWN. The guard admits an RPC by its metadata, limits
-how many requests arrive at once and for how long, and counts a message's parts before parsing the
-message. The guard's errors have the same details as the errors for any other bad request.
+how many requests arrive at once and how long each may take, and counts the fields of a message
+before parsing it. Its errors have the same details as the errors for any other bad request.
 """
 
 import asyncio
@@ -32,20 +32,20 @@ if TYPE_CHECKING:  # generic in its type stubs alone
 MAX_REQUEST_BYTES = 8 << 20
 """Maximum size of a serialized request, in bytes."""
 SMALL_REQUEST_BYTES = 16 << 10
-"""Maximum size in bytes of a request that is parsed without counting its parts first."""
+"""Maximum size in bytes of a request that is parsed without counting its fields first."""
 MAX_RECEIVED_AT_ONCE = 32
 """Maximum number of requests that a server receives at once, each at most MAX_RECEIVED_BYTES.
 
-A tenant, or a peer if the tenant is unknown, has at most half of the places.
+A tenant, or a peer if the tenant is unknown, gets at most half of these slots.
 """
 MAX_RECEIVED_PUBLIC = 8
 """Maximum number of requests to public methods that a server receives at once."""
 PLACE_TIMEOUT_S = 20.0
-"""Maximum seconds to wait for a place in which to receive a request, the same as over HTTP."""
+"""Maximum seconds to wait for a free slot in which to receive a request, the same as over HTTP."""
 PLACE_GRACE_S = 5.0
-"""Seconds for which an arriving request keeps its place while other requests wait for a place."""
+"""Seconds for which an arriving request keeps its slot even if other requests are waiting."""
 RECEIVE_TIMEOUT_S = 30.0
-"""Seconds within which a request must arrive once it has a place, the same as over HTTP."""
+"""Seconds within which a request must arrive once it has a slot, the same as over HTTP."""
 PUBLIC_TIMEOUT_S = 5.0
 """Seconds within which a request to a public method must arrive. Such requests are small."""
 STREAM_TIMEOUT_S = 30.0
@@ -60,43 +60,48 @@ MAX_PUBLIC_CALLS = 512
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Admit = Callable[[str, Mapping[str, str]], str | None]
-"""Return an RPC's tenant from its method and metadata, or None for a public method. Raise
-ServiceError to refuse the RPC."""
+"""Decides whether to admit an RPC, given its method and metadata.
+
+Returns the RPC's tenant, or None for a public method. Raises ServiceError to refuse the RPC.
+"""
 Run = Callable[[int, str, Callable[[], Any]], Awaitable[Any]]
-"""Run a function that handles a tenant's bytes, off the event loop if there are many bytes."""
+"""Runs a function that processes a tenant's request of a given size in bytes.
+
+A large request is processed off the event loop.
+"""
 Hold = Callable[[str, asyncio.Timeout], contextlib.AbstractContextManager[Place]]
 Enter = Callable[[Context], contextlib.AbstractAsyncContextManager[None]]
 Begin = Callable[[AsyncIterator[bytes], Context], Awaitable[tuple[Any, Context]]]
-"""Return an RPC's request, or its stream of requests, and the context for the method's handler."""
+"""Returns an RPC's request, or its stream of requests, and the context to pass to the handler."""
 
 
 def admit_all(method: str, metadata: Mapping[str, str]) -> str | None:
-    """Admit every RPC without a tenant."""
+    """Admit every RPC, without assigning it to a tenant."""
     return ""
 
 
 async def run_apart(num_bytes: int, tenant: str, work: Callable[[], Any]) -> Any:
-    """Run a function, and use a thread if the function handles many bytes."""
+    """Run a function, using a thread if it processes more than SMALL_REQUEST_BYTES."""
     if num_bytes <= SMALL_REQUEST_BYTES:
         return work()
     return await asyncio.to_thread(work)
 
 
 class RequestGuard(grpc.aio.ServerInterceptor):
-    """Refuses RPCs before their requests are received, and requests before the service gets them.
+    """Refuses RPCs before their requests are received, and requests before they reach the service.
 
     An RPC that is not admitted ends as soon as its metadata has arrived. The guard limits how many
     requests arrive at once, and how long each request may take. Each request, and each message in a
-    stream, is parsed only after its parts have been counted. RPCs are counted by tenant, or by peer
-    if the tenant is unknown.
+    stream, is parsed only after its fields have been counted. RPCs are counted by tenant, or by
+    peer if the tenant is unknown.
 
     The guard refuses RPCs for these reasons:
 
         CALLS_FULL         the server or the tenant has too many RPCs
         BODIES_FULL        too many requests arrive at once
         BODY_LATE          the request did not arrive in time
-        BODY_TOO_LARGE     the request has more than MAX_REQUEST_BYTES, or too many parts
-        MALFORMED_MESSAGE  the request is no valid message, or a string in it is not UTF-8
+        BODY_TOO_LARGE     the request has more than MAX_REQUEST_BYTES, or too many fields
+        MALFORMED_MESSAGE  the request is not a valid message, or a string in it is not UTF-8
 
     Args:
         admit: returns an RPC's tenant, or refuses the RPC.
@@ -145,10 +150,10 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _enter(self, tenant: str | None, context: Context) -> AsyncIterator[None]:
-        """Count an RPC while the block runs.
+        """Count an RPC towards the limits for the duration of the block.
 
         Raises:
-            ServiceError: there are too many RPCs, or this RPC lost its place to another.
+            ServiceError: there are too many RPCs, or this RPC lost its slot to another one.
         """
         if tenant is None:
             async with self._enter_public(context):
@@ -210,10 +215,10 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         return stream, stream
 
     async def _parse_apart(self, parse: Any, tenant: str, context: Context, data: bytes) -> Any:
-        """Parse a message in a stream. A message with many parts is parsed off the event loop.
+        """Parse a message in a stream. A message with many fields is parsed off the event loop.
 
         Raises:
-            ServiceError: the message got no place in time, has too many parts, or is malformed.
+            ServiceError: the message got no slot in time, has too many fields, or is malformed.
         """
         kind = getattr(parse, "__self__", None)
         work = partial(_parse, parse, kind, getattr(kind, "__name__", "request"), data)
@@ -238,7 +243,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         """Receive and parse an RPC's only request.
 
         Raises:
-            ServiceError: the request got no place, was late, is too large, or cannot be parsed.
+            ServiceError: the request got no slot, arrived late, is too large, or cannot be parsed.
         """
         # A generated message's FromString is a method of its class.
         kind = getattr(parse, "__self__", None)
@@ -287,7 +292,7 @@ class _RequestStream:
         """Return the next request, or EOF after the last one.
 
         Raises:
-            ServiceError: the request has too many parts, or cannot be parsed.
+            ServiceError: the request has too many fields, or cannot be parsed.
         """
         data = await self._context.read()
         return await self._parse(data) if isinstance(data, bytes) else data
@@ -299,10 +304,10 @@ async def _receive(
     """Receive the bytes of a request.
 
     Args:
-        hold: holds the request's place, which another owner may take.
+        hold: holds the request's slot, which may be lost to another owner.
 
     Raises:
-        ServiceError: the request is late, its place is lost, or no request comes.
+        ServiceError: the request arrives late or never, or its slot is lost.
     """
     place: Place | None = None
     try:
@@ -392,7 +397,7 @@ def _guarded_coroutine(
 
 
 def calls_full() -> ServiceError:
-    """Return the error for an RPC above the limit on concurrent RPCs."""
+    """Return the error for an RPC that exceeds the limit on concurrent RPCs."""
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "CALLS_FULL",

@@ -25,9 +25,10 @@ from ullage_common.wire.request_guard import (
 )
 
 MAX_RECEIVED_BYTES = 16 * 1024 * 1024
-"""Maximum size of a message that gRPC receives.
+"""Maximum size in bytes of a message that gRPC receives.
 
-This limit is above the request guard's limit, because only the guard's errors have details.
+This limit is higher than the request guard's limit, so that the guard refuses a message first. Only
+the guard's errors have details.
 """
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
@@ -45,8 +46,9 @@ SERVER_OPTIONS = (
 NARROW_WINDOWS = (("grpc.http2.bdp_probe", 0),)
 """Options of a server that accepts RPCs from any client.
 
-Flow-control windows that grow with a connection's speed would admit megabytes of requests that the
-server does not read yet. A message that is being read always gets a window of its full length.
+By default, flow-control windows grow with a connection's speed, and would admit megabytes of
+requests that the server is not reading yet. A message that is being read always gets a window of
+its full length.
 """
 
 LIVENESS = "liveness"
@@ -76,7 +78,7 @@ def new_server(
     guard: RequestGuard | None = None,
     options: Sequence[tuple[str, int]] = (),
 ) -> grpc.aio.Server:
-    """Create a server without services and ports. A guard refuses malformed requests.
+    """Create a server that has no services or ports yet. A guard refuses malformed requests.
 
     Args:
         guard: admits RPCs, or None to admit every RPC from every client.
@@ -98,7 +100,7 @@ def new_probe_server() -> grpc.aio.Server:
 
 
 class Health:
-    """The health of a server, which is live but not ready at first."""
+    """A server's health. A new server is live but not ready."""
 
     def __init__(self) -> None:
         self._servicer = HealthServicer()
@@ -112,7 +114,7 @@ class Health:
         await self.set_ready(False)
 
     def attach_alone(self, server: grpc.aio.Server) -> None:
-        """Add the health service without reflection to a server for probes, which has no TLS."""
+        """Add the health service, but not reflection, to a server for probes, which has no TLS."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_live(self, live: bool) -> None:

@@ -32,7 +32,7 @@ KEY = "tls.key"
 CA = "ca.crt"
 
 _PROBE_S = 2.0
-"""Seconds within which a server must answer a probe for TLS."""
+"""Seconds within which a server must answer when it is probed for TLS."""
 _TLS_RECORDS = (0x15, 0x16)
 """Possible first bytes of a TLS server's answer: an alert or a handshake."""
 _HTTP2_FRAME = 0x00
@@ -121,7 +121,7 @@ def _check_dates(path: Path, certificate: x509.Certificate, now: datetime.dateti
 
 
 class Certificates:
-    """The certificate and key in a folder, which are reloaded when the files change.
+    """A folder's certificate and key, which are reloaded when the files change.
 
     Broken files never replace valid ones.
 
@@ -232,7 +232,9 @@ class Certificates:
 
 
 async def speaks_tls(address: str) -> bool | None:
-    """Return whether a gRPC server uses TLS, from the first byte of its answer to a ClientHello.
+    """Return whether a gRPC server uses TLS.
+
+    The first byte of the server's answer to a ClientHello decides.
 
     Args:
         address: `ip:port` of the server.
@@ -296,8 +298,8 @@ def server_context(material: Material) -> ssl.SSLContext:
 def _load_chain(context: ssl.SSLContext, material: Material) -> None:
     """Load the certificate chain from an in-memory file.
 
-    The mounted files could be replaced between OpenSSL's two reads, and a key must not reach a
-    disk.
+    OpenSSL reads twice, and the mounted files could be replaced in between. The private key must
+    not be written to disk.
     """
     with os.fdopen(os.memfd_create("ullage-tls"), "wb") as file:
         file.write(material.key + b"\n" + material.certificate)

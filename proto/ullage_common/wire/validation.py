@@ -268,7 +268,7 @@ def check_task(request: inference_pb2.GenerateRequest, task: inference_pb2.Task,
 
 
 def is_growing(request: inference_pb2.GenerateRequest) -> bool:
-    """Return whether answers are streamed token by token, and not known only at the end."""
+    """Return whether answers are streamed token by token, rather than known only at the end."""
     if request.embed:
         return False
     if not request.HasField("samples"):
@@ -288,7 +288,7 @@ class _PartialAnswer(Protocol):
 
 
 def has_output(answers: Iterable[_PartialAnswer]) -> bool:
-    """Return whether any answer has a token or has ended, so that it can be continued."""
+    """Return whether any answer has a token or has ended, so that there is output to continue."""
     return any(answer.token_ids or answer.reason for answer in answers)
 
 
