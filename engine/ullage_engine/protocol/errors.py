@@ -4,8 +4,8 @@ WeightsError      the model cannot be loaded
 WorkerStartError  the worker cannot serve with this configuration
 LayoutError       the ranks cannot share the model (in `ullage_engine.parallel.layout`)
 RankFailedError   another rank has reported why it cannot serve
-ProofError        this start's results differ from those of the verified one
-GroupLostError    another rank is gone
+ProofError        this startup's results differ from a verified startup's results
+GroupLostError    another rank has exited or is out of sync
 MemoryShortError  other processes hold memory that this worker needs
 """
 
@@ -13,7 +13,7 @@ GROUP_LOST = 3
 """Exit status of a rank that exits because another rank exited or a collective failed."""
 
 MEMORY_SHORT = 5
-"""Exit status of a worker that exits with a MemoryShortError. A rank's exit status is then 4."""
+"""Exit status of a worker after a MemoryShortError. A rank exits with status 4 instead."""
 
 OUT_OF_MEMORY = 6
 """Exit status of a worker or rank whose step ran out of device memory.

@@ -52,8 +52,8 @@ class Figures(msgspec.Struct, array_like=True):
         """Record the queueing time of a request whose computation began `ago_s` seconds ago.
 
         Args:
-            accepted_at: `time.monotonic` when the server accepted the request. Requests with 0 are
-                not counted.
+            accepted_at: `time.monotonic` when the server accepted the request. If 0, the
+                request is not counted.
             ago_s: seconds since the request's computation began.
         """
         if accepted_at:

@@ -27,7 +27,7 @@ memory. The fuel and item limits cap the time at about 20 ms at first, and then 
 """
 
 COMPILE_STACK_BYTES = 64 << 20
-"""Stack size of a worker's compiler thread, many times larger than for the first compilation."""
+"""Stack size of a worker's compiler thread, many times that of the first compilation."""
 
 _FIRST_STACK_BYTES = 4 << 20
 """Stack size for the first compilation, which runs in the separate process."""

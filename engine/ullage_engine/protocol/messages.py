@@ -129,7 +129,7 @@ class KvFound(Message, frozen=True, kw_only=True):
     window_slots: list[int] = []
     """Slots with sliding-window KV for the last blocks before the first missing block, if any."""
     more_from: int | None = None
-    """Index in the sequence of the first block that is still being loaded, or None.
+    """Index of the sequence's first block that is still being loaded, or None.
 
     The worker then requests the remaining blocks with `is_rest`. None means that no more blocks are
     coming.
@@ -137,7 +137,7 @@ class KvFound(Message, frozen=True, kw_only=True):
 
 
 class AddAdapter(Message, frozen=True, kw_only=True):
-    """Command: make one more LoRA adapter available to requests. The reply is `AdapterAdded`."""
+    """Command: make a LoRA adapter available to requests. The reply is `AdapterAdded`."""
 
     name: str
     """Name that requests pass as `adapter`. A name always refers to the same files."""
@@ -150,7 +150,7 @@ class AddAdapter(Message, frozen=True, kw_only=True):
 
 
 class RemoveAdapter(Message, frozen=True, kw_only=True):
-    """Command: remove an adapter that no request uses any more."""
+    """Command: remove an adapter that is no longer in use."""
 
     name: str
 
@@ -288,7 +288,7 @@ class KvWanted(Message, frozen=True, kw_only=True):
     """Id of the query, unique within this worker."""
     request_id: str
     first: int
-    """Index in the sequence of the first requested block."""
+    """Index of the first requested block within the sequence."""
     keys: list[bytes]
     """Keys of the sequence's blocks, starting with its first block."""
     is_rest: bool = False

@@ -122,7 +122,7 @@ class _Computed:
 
 
 class RequestEvents:
-    """Logs and traces the requests that a worker computes.
+    """Logs and traces the requests that a worker processes.
 
     Both engines (native and vLLM) and their schedulers report every state transition of a request.
     """
@@ -145,7 +145,7 @@ class RequestEvents:
     def record_to(self, timeline: Timeline | None) -> None:
         """Start recording steps and phases in a timeline.
 
-        Pass None to stop recording. Phases that are still open are then added first.
+        Pass None to stop recording, after adding the phases that are still open.
         """
         if timeline is None:
             for request_id, computed in self.requests.items():

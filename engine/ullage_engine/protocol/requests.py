@@ -47,7 +47,7 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in the form in which the worker receives it, when it is new or resumed."""
+    """A new or resumed request, in the form in which the worker receives it."""
 
     request_id: str
     client_id: str = ""
@@ -65,7 +65,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of output tokens, including output tokens already in `token_ids`."""
     sampling: SamplingParams
     stop_token_ids: list[int] = []
-    """Tokens that end the output, except end-of-sequence tokens that the client ignores."""
+    """Tokens that end the output, without end-of-sequence tokens if the client ignores them."""
     priority: int = 0
     session_id: str = ""
     """Name of the session, whose KV is kept between turns, or "" without a session."""
@@ -87,7 +87,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     accepted_at: float = 0.0
     """`time.monotonic` when the server accepted the request, or 0 if it already has output."""
     num_stored_blocks: int = 0
-    """Number of leading blocks whose KV is (or probably is) in tiers outside the device."""
+    """Number of leading blocks whose KV is, or is likely to be, in tiers outside the device."""
 
     @property
     def session_key(self) -> str:
@@ -122,10 +122,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of the chosen token and of the most likely alternatives, in order.
-
-    The most likely alternative comes first.
-    """
+    """Log-probabilities of the chosen token and of the alternatives, the most likely first."""
 
     logprob: float
     top_ids: list[int]
@@ -133,7 +130,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The output of one step for one request."""
+    """One request's output in one step."""
 
     request_id: str
     token_ids: list[int]

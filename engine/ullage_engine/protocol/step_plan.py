@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from ullage_engine.protocol.requests import SamplingParams
 
 NO_TOKEN = -1
-"""Stands for a token that could not be sampled because the logits are NaN or infinite."""
+"""Placeholder for a token that was not sampled because its logits are NaN or infinite."""
 
 NOTHING_ALLOWED = -3
-"""Stands for a token that could not be sampled because every token is masked or banned."""
+"""Placeholder for a token that was not sampled because every token is masked or banned."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -52,7 +52,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     next_state_slot: int = 0
     """Slot that receives the state after the last token. Models without convolutions ignore it.
 
-    No chunk of the same step reads this slot, so that the same plan can be computed again.
+    No chunk of the same step reads this slot, so that the same plan can be recomputed.
     """
     allowed: bytes | None = None
     """Bit mask of the tokens that may be sampled, or None to allow all tokens.
@@ -151,7 +151,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of one step: at most one chunk per sequence, decodes first."""
+    """Plan for one step: at most one chunk per sequence, decodes first."""
 
     chunks: list[Chunk]
     moves: Moves = field(default_factory=Moves)

@@ -12,7 +12,7 @@ from pathlib import Path
 _PROCESS = 1
 _STEPS = 0
 _MORE_STEPS = 1 << 20
-"""Lane id from which overlapping steps are numbered. Steps overlap with pipeline parallelism."""
+"""First id of the lanes for overlapping steps, which occur with pipeline parallelism."""
 
 
 class Timeline:

@@ -49,7 +49,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_pool_bytes: int
     kv_free_bytes: int
-    """Bytes of KV blocks that are free."""
+    """Size of all free KV blocks in bytes."""
     kv_reclaimable_bytes: int
     """KV bytes that are kept for reuse but evicted as soon as the memory is needed."""
     kv_committed_bytes: int
@@ -59,11 +59,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     num_steps: int
-    """Number of committed steps that computed something, since the worker started."""
+    """Number of non-empty steps committed since the worker started."""
     expected_output_tokens: int
-    """Output length in tokens for which blocks are reserved when a request is admitted."""
+    """Expected output length in tokens, for which admission reserves blocks."""
     prefill_backlog_tokens: int
-    """Number of prompt tokens of admitted requests that are not computed yet."""
+    """Number of admitted requests' prompt tokens that have not been computed yet."""
     num_preemptions: int
     """Number of preemptions since the worker started."""
     num_swaps: int = 0

@@ -130,7 +130,7 @@ def _rank_of(path: Path) -> int:
 
 
 class AdapterSet:
-    """The adapters configured for an engine, and those that are available to requests."""
+    """An engine's configured adapters, and those that are available to requests."""
 
     def __init__(
         self,
@@ -153,26 +153,26 @@ class AdapterSet:
         """Replaced or removed versions that are still used by requests in progress."""
         self._errors: dict[str, str] = {}
         self._loading = asyncio.Lock()
-        """Lock held while the worker loads an adapter.
+        """Lock that makes the worker load one adapter at a time.
 
-        If the worker dies meanwhile, the adapter that was being loaded is blamed.
+        If the worker dies during a load, the adapter that was being loaded is blamed.
         """
 
     # requests ------------------------------------------------------------------------------------
 
     @property
     def keys(self) -> dict[str, str]:
-        """The worker's keys of the available adapters, by the names that requests use."""
+        """Maps each available adapter's name in requests to the worker's key for it."""
         return {name: version.key for name, version in self._offered.items()}
 
     @property
     def sections(self) -> list[AdapterSection]:
-        """Configuration of each available adapter."""
+        """Each available adapter's configuration."""
         return [version.section for version in self._offered.values()]
 
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Keep an adapter's current version loaded while the context is open.
+        """Keep an adapter's current version loaded for the duration of a `with` block.
 
         Do nothing if no adapter has this name.
         """

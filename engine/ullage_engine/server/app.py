@@ -149,7 +149,7 @@ class EngineApp:
 
         Raises:
             AppError: the configuration or the model cannot be served.
-            EndpointError: the socket of a worker cannot be created.
+            EndpointError: a worker's socket cannot be created.
             GaveUpError: workers keep dying, or cannot be started.
         """
         async with self._listening():
@@ -306,7 +306,7 @@ class EngineApp:
 
     @contextlib.asynccontextmanager
     async def _credentials(self) -> AsyncIterator[grpc.ServerCredentials | None]:
-        """Yield the TLS credentials of the gRPC server, or None without TLS.
+        """Yield the gRPC server's TLS credentials, or None without TLS.
 
         Raises:
             ConfigError: the certificate cannot be used.
@@ -348,7 +348,7 @@ class EngineApp:
             await probes.stop(None)
 
     def _admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Admit an RPC by its metadata, and return the tenant to which it is counted.
+        """Decide from an RPC's metadata whether to admit it, and return the tenant to charge.
 
         The result is "" if the tenant is unknown, and None for services that anyone may call.
 
@@ -532,7 +532,10 @@ def _engine_lost(message: str) -> ServiceError:
 
 
 async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:
-    """Wait until the first awaitable is done. Tasks keep running, but coroutines are cancelled."""
+    """Wait until any of the awaitables is done, and cancel the coroutines among the others.
+
+    Tasks and futures are not cancelled.
+    """
     given = {asyncio.ensure_future(item): asyncio.isfuture(item) for item in awaitables}
     try:
         await asyncio.wait(given, return_when=asyncio.FIRST_COMPLETED)

@@ -62,7 +62,7 @@ class Dispatcher:
     # to the worker -------------------------------------------------------------------------------
 
     def submit(self, worker: WorkerHandle | None, entries: list[JournalEntry]) -> None:
-        """Send the unfinished samples of a request, now or once the next worker is ready."""
+        """Send a request's unfinished samples, now or once the next worker is ready."""
         if worker is not None and worker.ready_at is not None and self._suspect is None:
             for submission in submissions(entries):
                 self._send(worker, submission)
@@ -82,7 +82,7 @@ class Dispatcher:
             self._send(worker, submission)
 
     def end_trial(self, worker: WorkerHandle) -> None:
-        """Send the waiting requests once the worker has survived a decode step of the suspect."""
+        """If the worker has survived a decode step of the suspect, send the waiting requests."""
         if self._suspect is not None and not self._runs_alone(worker, self._suspect):
             self.send_waiting(worker)
 
@@ -93,7 +93,7 @@ class Dispatcher:
         return self._policy.runs_alone(deaths, time.monotonic() - worker.ready_at)
 
     def _send(self, worker: WorkerHandle, submission: Submission) -> None:
-        """Send requests to the worker, and fail those whose messages the server cannot build."""
+        """Send a submission to the worker. If the message cannot be built, fail its requests."""
         for entry in submission.entries:
             entry.submitted = True
 
@@ -116,7 +116,7 @@ class Dispatcher:
     def take_answers(
         self, worker: WorkerHandle | None, answers: list[TokenOutput | Embedding]
     ) -> None:
-        """Deliver the outputs of a step to their requests."""
+        """Deliver a step's outputs to their requests."""
         for answer in answers:
             # One by one, so that an error in one does not cost the others their tokens.
             try:
@@ -173,7 +173,7 @@ class Dispatcher:
     # across workers ------------------------------------------------------------------------------
 
     def resume(self, worker: WorkerHandle, *, is_short: bool) -> None:
-        """Prepare requests for the next worker, and fail requests that killed too many workers.
+        """Prepare open requests for the next worker, and fail those that killed too many workers.
 
         Args:
             worker: the worker that has exited.
@@ -197,7 +197,7 @@ class Dispatcher:
                 entry.fail(_memory_short() if is_short else _worker_lost(entry.deaths))
 
     def on_other_fingerprint(self) -> None:
-        """Record in all open requests that the next worker has a different fingerprint."""
+        """Flag requests with output as inexact, because the new worker's fingerprint differs."""
         for entry in self._journal.unfinished():
             entry.on_other_fingerprint()
 
@@ -207,7 +207,7 @@ class Dispatcher:
 
 
 def rejection_error(rejected: Rejected) -> ServiceError:
-    """Return the error that is sent to the client of a rejected request."""
+    """Return the error to send to a rejected request's client."""
     facts = {
         "needed_bytes": str(rejected.needed_bytes),
         "available_bytes": str(rejected.available_bytes),

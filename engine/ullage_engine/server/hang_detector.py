@@ -13,19 +13,19 @@ from pathlib import Path
 from ullage_engine.server.restart_policy import RestartPolicy
 
 _RECENT_STEPS = 128
-"""Number of recent steps that decide how long a worker may be idle in a step."""
+"""Number of recent steps whose maximum duration determines how long a step may be idle."""
 _REMEMBERED_STEPS = 1024
-"""Number of recent steps whose longest duration limits the computation time of the next step.
+"""Number of recent steps whose maximum duration determines how much CPU time a step may use.
 
-This window is likely to include steps with prompts, with long contexts, and with busy neighbours on
-the same cores.
+The window is large enough to include, most likely, steps with prompts, steps with long contexts,
+and steps during which other processes were busy on the same cores.
 """
 
 MAX_TICK_S = 0.5
-"""Maximum number of seconds to count between two checks of a worker.
+"""Maximum time in seconds to count between two checks of a worker.
 
 A longer gap means that the detector itself was not running, because the server was stopped or its
-container was frozen. In that case the worker's messages have not been read yet.
+container was frozen. The worker may then have sent messages that the server has not read yet.
 """
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -42,14 +42,14 @@ class ProcStats:
     cpu_ticks: int
     """CPU time so far in kernel ticks of 10 ms, including that of exited child processes."""
     thread_ticks: Mapping[int, int] = field(default_factory=dict)
-    """CPU time of each thread so far in kernel ticks, by thread id."""
+    """Each thread's CPU time so far in kernel ticks, by thread id."""
 
 
 def read_proc_stats(pid: int) -> ProcStats | None:
     """Return the combined statistics of a process and its children, or None if it has exited.
 
-    A rank often waits for other ranks, so the group counts as waiting only if all ranks wait. One
-    stopped rank counts as a stopped group.
+    A rank often waits for other ranks, so the processes count as waiting only if all of them are.
+    They count as stopped if any of them is.
     """
     own = _read(pid)
     if own is None:
@@ -104,9 +104,9 @@ class HangDetector:
 
     The longest known step is the longer of two durations: the step that the worker measured at
     startup, and the longest of the last `_REMEMBERED_STEPS` steps. A worker counts as hung if its
-    busiest thread has used a multiple of that time as CPU time without finishing a step. Time in
-    which other processes used the worker's cores does not count. If the worker measured no step,
-    only the fixed deadline applies.
+    busiest thread has used a multiple of that time as CPU time without finishing a step. Time
+    during which other processes used the worker's cores does not count. If the worker measured no
+    step, only the fixed deadline applies.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
@@ -162,14 +162,17 @@ class HangDetector:
         self.on_progress()
 
     def tick(self, elapsed_s: float, *, is_loading: bool, has_work: bool) -> None:
-        """Count the time since the last check as silence, and also as waiting if a step is due."""
+        """Add the time since the last check to the worker's silence.
+
+        If the worker is loading or has work, also add it to the time without progress.
+        """
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         self._silent_s += elapsed_s
         # A worker without work owes no step. Its time counts from the next request.
         self._waiting_s = self._waiting_s + elapsed_s if is_loading or has_work else 0.0
 
     def observe(self, stats: ProcStats, elapsed_s: float) -> None:
-        """Count the time since the last check as idle or stopped, based on kernel statistics."""
+        """Update the worker's idle, stopped and busy times from kernel statistics."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         is_still = stats.is_waiting and stats.cpu_ticks == self._cpu_ticks
         self._cpu_ticks = stats.cpu_ticks

@@ -18,7 +18,7 @@ HEARTBEAT_S = 1.0
 DEFAULT_INTERVAL_S = 0.1
 """Default minimum interval between two messages of a stream, in seconds."""
 MAX_RELEASES = 32
-"""Maximum number of predicted memory releases per message. The earliest ones are kept."""
+"""Maximum number of predicted memory releases per message. The earliest releases are kept."""
 
 
 class HeadroomService(headroom_rpc.HeadroomServiceServicer):

@@ -20,7 +20,7 @@ _NO_PROFILE = MemoryProfile(block_tokens=16, groups=())
 
 
 class HealthScore:
-    """Health score, 0 to 1 (healthy). Faults multiply it by a factor, and it recovers over time."""
+    """Health score from 0 to 1 (healthy), which drops after each fault and recovers over time."""
 
     def __init__(self, recovery_s: float = 60.0) -> None:
         self._recovery_s = recovery_s
@@ -28,7 +28,7 @@ class HealthScore:
         self._since = 0.0
 
     def value(self, now: float) -> float:
-        """Return 1 - loss * e^(-t / recovery), t seconds after the last fault."""
+        """Return the score: 1 - loss * e^(-t / recovery), t seconds after the last fault."""
         return 1.0 - self._loss * math.exp(-(now - self._since) / self._recovery_s)
 
     def fault(self, now: float, factor: float = 0.5) -> None:
@@ -37,7 +37,7 @@ class HealthScore:
 
 
 class StepTolerances:
-    """Limits on step time, in seconds, requested by open requests."""
+    """Step-time limits that open requests have asked for, in seconds."""
 
     def __init__(self) -> None:
         self._ordered: list[float] = []
@@ -49,7 +49,7 @@ class StepTolerances:
 
     @contextlib.contextmanager
     def held(self, limit_s: float) -> Iterator[None]:
-        """Apply a step-time limit while the context is open. 0 means no limit."""
+        """Apply a step-time limit for the duration of a `with` block. 0 means no limit."""
         if limit_s <= 0.0:
             yield
             return
@@ -62,12 +62,12 @@ class StepTolerances:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    """The state of a configured LoRA adapter."""
+    """A configured LoRA adapter's state."""
 
     name: str
     rank: int
     is_served: bool
-    """Whether requests may name the adapter."""
+    """Whether requests may use the adapter."""
     digest: str
     """Digest of the served files, or "" if none are served."""
     error: str
@@ -80,7 +80,7 @@ class EngineStatus:
     def __init__(self) -> None:
         self.epoch = time.time_ns()
         self.ready: Ready | None = None
-        """Description of the loaded model. It is kept while a worker is being replaced."""
+        """Description of the loaded model, kept while a worker is being replaced."""
         self.state: WorkerState | None = None
         self.serving = False
         """Whether a worker is loaded and accepts requests."""
@@ -93,11 +93,11 @@ class EngineStatus:
         self.live = True
         """Whether starting another worker may help. If not, only a new pod can help."""
         self.not_ready_reason = ""
-        """Why no worker is serving and none will be started, or "" if that is not the case."""
+        """Why this engine has permanently stopped serving requests, or "" if it has not."""
         self.created = int(time.time())
         self.step_limits = StepTolerances()
         self.throttle_reasons: frozenset[str] = frozenset()
-        """Reasons why boost is off. Empty while boost is on."""
+        """Reasons why GPU throttling has reduced the batch size. Empty while it is not reduced."""
         self.tiers: Callable[[], list[TierStats]] = list
         """Function that returns the statistics of KV tiers outside the device."""
         self._health = HealthScore()

@@ -1,4 +1,4 @@
-"""Prometheus metrics of an engine: `ullage_*` and the `vllm:` names that dashboards expect.
+"""An engine's Prometheus metrics: `ullage_*` and the `vllm:` names that dashboards expect.
 
 The `vllm:` aliases are derived from the same samples on every scrape, so nothing is counted twice.
 A worker's counts start at zero, but the exported counters continue across workers.
@@ -34,7 +34,7 @@ _SUCCESS = ("stop", "length")
 
 
 class EngineMetrics:
-    """All Prometheus metrics of an engine, in their own registry."""
+    """An engine's Prometheus metrics, in their own registry."""
 
     def __init__(self, model: str) -> None:
         native = self._native = CollectorRegistry()
@@ -71,7 +71,7 @@ class EngineMetrics:
         self._gauge(expiry).set_function(lambda: certificates.material.expires.timestamp())
 
     def worker_ready(self, ready: Ready) -> None:
-        """Export the metrics of a new worker, whose counters start at zero."""
+        """Export a new worker's metrics. Its counters start at zero."""
         for place in ready.ranks:
             fields = msgspec.structs.asdict(place)
             own = (str(fields[name]) for name in names.RANK_LAYERS.labels[len(self._values) :])
@@ -96,10 +96,10 @@ class EngineMetrics:
         stats: Callable[[], list[TierStats]],
         not_loaded: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
-        """Export the statistics of tiers outside the device, which are read on each scrape.
+        """Export statistics of the KV tiers outside the device, which are read on each scrape.
 
         Args:
-            stats: returns the statistics of each tier.
+            stats: returns each tier's statistics.
             not_loaded: returns the number of blocks that could not be loaded, by tier and reason.
         """
 
@@ -121,7 +121,10 @@ class EngineMetrics:
         self._native.register(AtScrape(collect))
 
     def watch_peers(self, stats: Callable[[], PeerTraffic]) -> None:
-        """Export, on each scrape, counts of blocks that other engines read or write here."""
+        """Export how many KV blocks other engines have read from or written to this engine.
+
+        The counts are read on each scrape.
+        """
 
         def collect() -> Iterable[Metric]:
             return families(names.PEERS.items(), [(self._values, stats())])
@@ -153,7 +156,7 @@ class EngineMetrics:
         self._steps[()] += 1
 
     def tokens(self, entry: JournalEntry, num_tokens: int) -> None:
-        """Count new tokens of one request that arrived together."""
+        """Record a request's new tokens, all of which arrived at the same time."""
         if not num_tokens:
             return
         now = time.monotonic()
@@ -201,6 +204,6 @@ class EngineMetrics:
 
 
 def _resident_bytes() -> float:
-    """Return the resident memory of this process in bytes, from the kernel."""
+    """Return this process's resident memory in bytes, as reported by the kernel."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return float(pages * 4096)

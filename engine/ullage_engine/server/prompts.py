@@ -1,4 +1,4 @@
-"""Tokenisation of text prompts, chat conversations and texts to embed."""
+"""Tokenises text prompts, chat conversations and texts to embed."""
 
 import asyncio
 import functools
@@ -17,7 +17,7 @@ from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
 LONG_TEXT_CHARACTERS = 20_000
-"""Texts of at least this many characters are tokenised in a thread. 10 kB take about 1 ms."""
+"""Length in characters from which texts are tokenised in a thread. 10 kB take about 1 ms."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class TokenizerBundle:
     chat: ChatTemplate | None
     """The model's chat template, or None if it has none."""
     guard: SpecialTokenGuard
-    """Keeps special tokens in clients' text from being tokenised as special tokens."""
+    """Keeps client text that looks like a special token from being tokenised as one."""
     guarded: GuardedTokenizer
-    """Tokenizer for text that the guard has processed."""
+    """Tokenizer that never produces special tokens from text supplied by clients."""
 
 
 async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle) -> list[int]:

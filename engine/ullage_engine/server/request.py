@@ -315,7 +315,7 @@ def degrade(
 
 
 def keep_degraded(job: ValidatedRequest, changes: Sequence[str]) -> ValidatedRequest:
-    """Reapply the limits that the engine which first accepted the request had lowered.
+    """Reapply the lowered limits that the first engine granted the request.
 
     Raises:
         ServiceError: the list contains an unknown change.
@@ -345,7 +345,7 @@ def _unknown_change(change: str) -> ServiceError:
 
 
 def lowered(request: EngineRequest, level: DegradeLevel, *, change_sampling: bool) -> EngineRequest:
-    """Return the request with limits capped at a pressure level's limits. No limit is raised."""
+    """Return the request with its limits capped at those of a memory pressure level."""
     sampling = request.sampling
     if change_sampling and request.beam is None:
         sampling = _lowered_sampling(sampling, level)

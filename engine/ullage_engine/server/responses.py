@@ -1,4 +1,4 @@
-"""The gRPC messages of an answer, built from the journal and the engine's status."""
+"""Builds an answer's gRPC messages from the journal and the engine's status."""
 
 from collections.abc import Iterator
 
@@ -91,7 +91,7 @@ def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResp
 
 
 def _write_cached(group: SampleGroup, message: pb.Accepted | pb.Usage) -> None:
-    """Record in a message how much KV of the common prompt each tier had cached."""
+    """Fill in how many of the shared prompt's tokens each tier had cached."""
     first = group.entries[0]
     hits = [hit for hit in first.tier_hits if hit.num_tokens]
     message.cached_tokens = first.num_cached_tokens + sum(hit.num_tokens for hit in hits)

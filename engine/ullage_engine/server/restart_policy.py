@@ -14,7 +14,7 @@ class RestartPolicy:
     """
     max_backoff_s: float = 10.0
     max_failures: int = 8
-    """Number of consecutive workers that may die before serving. Then the engine gives up."""
+    """Number of consecutive workers that may die without serving before the engine gives up."""
     stable_after_s: float = 30.0
     """Uptime in seconds after which an idle worker counts as having served."""
     max_unproven: int = 3
@@ -23,9 +23,10 @@ class RestartPolicy:
     A startup is unverified if its results differ from those of a verified startup.
     """
     max_deaths: int = 3
-    """A request fails after this many worker deaths since its last decode.
+    """Number of worker deaths since a request's last decode after which the request may fail.
 
-    In all but one of these deaths, no other request can have been the cause.
+    It then fails if it was the sole suspect in at least `max_deaths` - 1 of these deaths, or if the
+    last worker died because other processes had taken its memory.
     """
     trial_s: float = 5.0
     """Seconds after a worker becomes ready during which suspects are retried alone.
@@ -40,11 +41,11 @@ class RestartPolicy:
     standby_import_s: float = 120.0
     """Time limit in seconds for a standby worker to import its libraries."""
     slow_steps: float = 20.0
-    """A worker counts as hung if it uses no CPU time for this multiple of its slowest step."""
+    """A worker counts as hung if it is idle for this multiple of its slowest recent step."""
     min_suspect_s: float = 2.0
     """Minimum time without CPU use, in seconds, before a worker counts as hung."""
     long_steps: float = 3.0
-    """A worker counts as hung if it computes for this multiple of its longest step.
+    """A worker counts as hung if a step's CPU time exceeds this multiple of its longest step.
 
     Only the CPU time of the worker's busiest thread counts, so that other processes on the same
     cores have no effect.
@@ -84,7 +85,7 @@ class RestartPolicy:
 
         Args:
             deaths: number of workers that the request may have killed since its last decode.
-            lone_deaths: number of those workers that had no other suspect.
+            lone_deaths: number of those deaths for which no other request was suspected.
             is_short: whether the last worker died because other processes had taken its memory. The
                 client may then retry the request.
         """

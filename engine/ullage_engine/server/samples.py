@@ -1,4 +1,4 @@
-"""Merges the samples of one request into a single stream of updates."""
+"""Merges one request's samples into a single stream of updates."""
 
 import dataclasses
 import math
@@ -11,11 +11,11 @@ from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 
 _WEIGHTIEST: tuple[Reason, ...] = ("cancelled", "timeout", "length", "stop")
-"""Finish reasons by precedence. A request gets the first reason that one of its samples has."""
+"""Finish reasons by precedence. A request gets the first that any of its samples has."""
 
 
 class SampleGroup:
-    """The samples of one request, from when it is accepted until its last message is sent.
+    """One request's samples, from when it is accepted until its last message is sent.
 
     If all samples are returned, their text is streamed as it is generated. In a beam search, or if
     `best_of` exceeds `n`, the samples are sent once all have finished, most likely first.
@@ -32,7 +32,7 @@ class SampleGroup:
 
         Args:
             job: the request.
-            token_bytes: the bytes of each token.
+            token_bytes: each token's bytes.
             prefix: text with which every answer starts.
             pace: how long a sample's tokens may be held back so that several are sent together.
         """
@@ -73,7 +73,7 @@ class SampleGroup:
 
     @property
     def num_output_tokens(self) -> int:
-        """Return the number of output tokens of all samples, including samples not returned."""
+        """Return the total number of output tokens, including samples that are not returned."""
         return sum(len(entry.output_ids) for entry in self.entries)
 
     @property
@@ -91,7 +91,7 @@ class SampleGroup:
 
     @property
     def finish(self) -> Finish:
-        """Return the only sample's finish, or the highest-precedence reason of several samples."""
+        """Return how the request finished, using the highest-precedence reason of its samples."""
         ends = [entry.finish for entry in self._returned if entry.finish]
         if len(ends) == 1:
             return ends[0]
@@ -150,7 +150,7 @@ class SampleGroup:
 
 
 def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
-    """Return the request of one sample, with its own key and seed."""
+    """Return one sample's request, with its own key and seed."""
     request = job.request
     sampling = job.request.sampling
     if job.samples.is_ranked and sampling.top_logprobs is None:

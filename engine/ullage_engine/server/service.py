@@ -47,11 +47,11 @@ log = logging.getLogger("ullage.engine")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 DEADLINE_MARGIN_S = 0.1
-"""Seconds before the client's deadline at which an answer ends, so that it arrives in time."""
+"""Seconds before the client's deadline at which to end the answer, so it arrives in time."""
 SLOW_CLIENT_GRACE_S = 5.0
 """Seconds after the deadline during which a client may still read messages already sent."""
 RETRY_AFTER_LOADING_S = 2.0
-"""Seconds after which a client should retry a refused request."""
+"""Seconds after which to retry a request refused while loading, draining or overloaded."""
 MAX_OPEN_REQUESTS = 1024
 
 
@@ -300,7 +300,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         return updates
 
     async def _in_time(self, streaming: Coroutine[Any, Any, Finish], context: Context) -> Finish:
-        """Limit how long an RPC waits for a client that reads nothing, to free journal entries."""
+        """Time out the RPC if its client stops reading, so that its journal entries are freed."""
         try:
             async with asyncio.timeout(self._time_limit(context) + SLOW_CLIENT_GRACE_S):
                 return await streaming
@@ -330,7 +330,7 @@ class InferenceService(rpc.InferenceServiceServicer):
 
 
 def _pace_of(context: Context) -> SendPace:
-    """Return how long a multiplexed RPC may hold back tokens. Other RPCs send tokens at once."""
+    """Return how long an RPC may hold back tokens, which only multiplexed RPCs do."""
     return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 

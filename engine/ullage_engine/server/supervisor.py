@@ -162,7 +162,7 @@ class WorkerSupervisor:
         return [worker.process.pid]
 
     def submit(self, entries: list[JournalEntry]) -> None:
-        """Send the unfinished samples of a request, now or once the next worker is ready."""
+        """Send a request's unfinished samples, now or once the next worker is ready."""
         self._dispatcher.submit(self._worker, entries)
 
     def cancel(self, entry: JournalEntry) -> None:
@@ -423,7 +423,10 @@ class WorkerSupervisor:
         self._dispatcher.send_waiting(worker)
 
     def _compare_fingerprints(self, before: Fingerprint, now: Fingerprint) -> None:
-        """Compare the last two workers' fingerprints, and mark open requests if they differ."""
+        """Compare the new worker's fingerprint with the previous worker's.
+
+        If they differ, log why and flag in-flight requests as resumed inexactly.
+        """
         differing = differences({"before": before, "now": now})
         if not differing:
             return
@@ -432,7 +435,7 @@ class WorkerSupervisor:
         self._dispatcher.on_other_fingerprint()
 
     async def _open_tiers(self, worker: WorkerHandle, ready: Ready) -> bool:
-        """Let a worker use the KV tiers. If they cannot be opened, kill it and return False."""
+        """Open the KV tiers for a worker. If that fails, kill the worker and return False."""
         if self._kv is None:
             return True
         try:
@@ -480,7 +483,7 @@ class WorkerSupervisor:
                 await self._stopping.wait()
 
     def _count_oom(self, worker: WorkerHandle, status: int) -> bool:
-        """Count a worker that ran out of memory and died before it could report it.
+        """Count a worker that ran out of memory and died before it could report the error.
 
         Return whether the kernel's OOM killer killed the worker.
         """

@@ -26,7 +26,7 @@ MAX_REMEMBERED = 200_000
 
 
 class TicketVerifier:
-    """Admits requests based on their tickets. Each ticket can be used as often as it states.
+    """Admits requests based on their tickets. A ticket states how often it may be used.
 
     Args:
         section: the configured keys. Without keys, all requests are admitted and tickets are
@@ -71,7 +71,7 @@ class TicketVerifier:
         return len(self._uses)
 
     def check(self, ticket: str | None) -> None:
-        """Check an RPC's ticket before the request has been received. `admit` later counts the use.
+        """Check an RPC's ticket before its request arrives. `admit` later counts the use.
 
         Raises:
             ServiceError: UNAUTHENTICATED.
@@ -113,7 +113,7 @@ class TicketVerifier:
         _hold(request, claims)
 
     def _claims(self, ticket: str) -> Claims:
-        """Return the claims of a valid ticket.
+        """Return a ticket's claims if the ticket is valid.
 
         Raises:
             ServiceError: UNAUTHENTICATED.
@@ -125,7 +125,7 @@ class TicketVerifier:
             raise _refused(error.reason, str(error)) from error
 
     def _count(self, claims: Claims) -> None:
-        """Count one more use of a ticket, and refuse the ticket if its uses are exhausted."""
+        """Count a use of a ticket, or refuse the ticket if its uses are exhausted."""
         if not self._uses.has_room_for(claims.id):
             raise _too_many()
         if self._uses.count(claims.id) >= max(1, claims.uses):  # older routers leave uses out
@@ -134,7 +134,7 @@ class TicketVerifier:
 
 
 def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
-    """Check that a request is within its ticket's budget, and fill in its unset limits.
+    """Check that a request is within its ticket's budget, and apply the ticket's settings.
 
     Raises:
         ServiceError: PERMISSION_DENIED.

@@ -1,4 +1,4 @@
-"""Commands that the worker answers with one reply: profile steps, or load a LoRA adapter.
+"""Commands to which the worker replies once: profiling steps and loading a LoRA adapter.
 
 A command fails if the worker exits before it replies.
 """

@@ -67,7 +67,7 @@ def worker_env(
     *,
     owns_cores: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of a native worker. All ranks inherit it from rank 0.
+    """Return a native worker's environment. All ranks inherit it from rank 0.
 
     Args:
         threads: number of compute threads per rank.
@@ -89,7 +89,7 @@ def vllm_env(
     *,
     owns_cores: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of a vLLM worker. vLLM configures its own allocator."""
+    """Return a vLLM worker's environment. vLLM configures its own allocator."""
     own = {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_NO_USAGE_STATS": "1",

@@ -65,7 +65,7 @@ class WorkerCollector(Collector):
         self._seen = (state, {**counts, name: counts[name] + count}, tallies, changes)
 
     def replace(self) -> None:
-        """Keep the counts of the exited worker, because the next worker counts from zero."""
+        """Carry over the exited worker's counts, because the next worker counts from zero."""
         self._seen = (None, *_sums(self._seen))
 
     def describe(self) -> Iterable[Metric]:

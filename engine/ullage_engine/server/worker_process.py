@@ -71,7 +71,7 @@ class ChildProcess:
 
 
 class StandbyWorker:
-    """A worker that has imported its libraries, or is doing so, and waits to take over.
+    """A spare worker that imports its libraries in advance and waits to take over.
 
     The worker's standard input is a socket. After importing its libraries, the worker writes a byte
     to the socket, and it continues when it reads a line.
@@ -188,11 +188,11 @@ class WorkerHandle:
         """Whether the worker has completed a step."""
         self.start_error = ""
         self.may_retry = True
-        """Whether restarting may help."""
+        """Whether starting another worker may help if this one fails."""
         self.is_blameless = False
-        """Whether the server killed the worker because of a server error that no request caused."""
+        """Whether the server killed the worker over an error of its own that no request caused."""
         self.is_unproven = False
-        """Whether startup failed because its results differ from those of a verified startup."""
+        """Whether startup failed because its results differ from a verified startup's results."""
         self._logged = (("", 0), 0.0)
         self._detector = detector
         self._checked_at = self.started_at
@@ -203,7 +203,7 @@ class WorkerHandle:
         self._step_at = self.started_at
         """Monotonic time of the latest message about a step."""
         self._is_step_known = False
-        """Whether the next report repeats a step that a separate message has already announced."""
+        """Whether a `StepDone` has already announced the step that the next report will count."""
         self._num_steps = 0
 
     def on_message(self, message: ToServer) -> None:
@@ -235,7 +235,7 @@ class WorkerHandle:
         self._step_at = now
 
     def on_submit(self) -> None:
-        """Record that the worker received a request. Earlier idle time is not part of a step."""
+        """Record that the worker received a request, so that no step includes earlier idle time."""
         if not self._has_work:
             self._has_work = True
             self._submitted_at = time.monotonic()
@@ -255,7 +255,7 @@ class WorkerHandle:
         return self._detector.reason(is_loading=is_loading)
 
     def has_served(self, policy: RestartPolicy) -> bool:
-        """Return whether the worker has served. If so, its exit starts a new count of failures."""
+        """Return whether the worker has served, so that its exit restarts the count of failures."""
         if self.ready_at is None:
             return False
         return self.served or time.monotonic() - self.ready_at > policy.stable_after_s

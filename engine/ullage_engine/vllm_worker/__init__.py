@@ -1,4 +1,4 @@
-"""Worker that computes with vLLM: `python -m ullage_engine.vllm_worker`.
+"""Worker that runs models with vLLM: `python -m ullage_engine.vllm_worker`.
 
 It exchanges the messages of `ullage_engine.protocol.messages` with the server, just like the native
 worker, so the server cannot tell the two apart. No other package imports this one.

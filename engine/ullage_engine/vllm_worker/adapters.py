@@ -1,4 +1,4 @@
-"""LoRA adapters: their memory use, the number of slots, and which adapters are loaded.
+"""Manages LoRA adapters: predicts their memory use, sizes the slots and assigns them.
 
 vLLM keeps loaded adapters in slots, all of the same size, which it allocates at startup. An adapter
 is loaded when one of its requests starts, either into a free slot or into the slot of an unused
@@ -29,11 +29,11 @@ _UNADAPTED = ("bias", "scale", "scales", "scale_inv", "zeros", "qzeros")
 _LOOK_S = 5.0
 """Interval at which a follower rereads the list of adapters, in seconds."""
 _NUMBERS_OF = {"I32": 8}
-"""Number of 4-bit values that quantised formats pack into one element, by dtype."""
+"""How many 4-bit values a quantised format packs into one element, by dtype."""
 
 
 def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
-    """Predict the bytes that one adapter takes on a device that holds all layers.
+    """Predict how many bytes one adapter occupies on a device that holds all layers.
 
     An adapter has two matrices of rank `rank` for each weight matrix of the model.
 
@@ -63,9 +63,10 @@ def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
 
 
 def _sides(name: str, dtype: str, shape: list[int]) -> int:
-    """Return the input size plus the output size of a weight matrix, or 0 for any other tensor.
+    """Return a weight matrix's input size plus output size, or 0 for any other tensor.
 
-    The result is summed over experts.
+    A LoRA adapter of rank r needs r times this many elements for the matrix. If a tensor stacks
+    several experts, their sizes are added up.
     """
     if len(shape) < 2 or name.replace("_", ".").endswith(_UNADAPTED):
         return 0
@@ -82,7 +83,7 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
         most: configured maximum.
         room_bytes: memory available for adapters.
         size: bytes per slot.
-        copy_bytes: additional bytes of the same memory that each loaded adapter takes.
+        copy_bytes: bytes of the same memory that each loaded adapter takes besides its slot.
         num_spare: number of slots that must stay empty.
     """
     each = size + copy_bytes
@@ -91,9 +92,10 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
 
 
 def fetch_adapters(config: EngineConfig) -> None:
-    """Download a follower's adapters now and after each configuration change, until exit.
+    """Download the adapters that a follower's ranks will load, and retry failed downloads.
 
-    The follower's ranks load an adapter when the leader's ranks do.
+    If the adapters are listed in a file, reread it periodically and never return. The follower's
+    ranks load an adapter at the same time as the leader's ranks.
     """
     path = Path(config.adapters_file) if config.adapters_file else None
     present: set[str] = set()
@@ -127,7 +129,7 @@ class Turns:
         Args:
             names: all adapters.
             loaded: adapters in slots, least recently used first.
-            in_use: adapters of running requests.
+            in_use: adapters that running requests use.
             free: number of empty slots.
         """
         self._names = names
@@ -139,7 +141,7 @@ class Turns:
         self._slots: dict[str, str | None] = {}
 
     def slot_for(self, adapter: str) -> str | None:
-        """Return the adapter to unload so that `adapter` can take its slot.
+        """Find a slot for `adapter`, and return which adapter must be unloaded first.
 
         Returns:
             The adapter to unload, an empty string if nothing needs to be unloaded, or None if
@@ -183,7 +185,7 @@ class Adapters:
         holders: Iterable[VllmSequence],
         waiting: Iterable[VllmSequence],
     ) -> str | None:
-        """Return the adapter to unload so that the sequence's adapter can take its slot.
+        """Find a slot for the sequence's adapter, and return which adapter to unload first.
 
         More important waiting sequences claim their slots first.
 

@@ -32,7 +32,7 @@ def check(config: EngineConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One of the nodes of an engine that spans several nodes."""
+    """One node of an engine that spans several nodes."""
 
     rank: int
     """Index of the node. The leader has index 0."""
@@ -131,7 +131,7 @@ def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
 
 
 def lora_rank(config: EngineConfig) -> int:
-    """Return the rank of all LoRA slots: vLLM's smallest that fits `memory.max_lora_rank`."""
+    """Return the smallest LoRA rank that vLLM supports and that fits `memory.max_lora_rank`."""
     return next(rank for rank in VLLM_LORA_RANKS if rank >= config.memory.max_lora_rank)
 
 
@@ -158,7 +158,7 @@ def _adapter_args(config: EngineConfig, adapter_slots: int, is_cpu: bool) -> dic
 
 
 def core_binding(cores: Sequence[int], num_ranks: int) -> str:
-    """Return the CPU cores of each rank, in the format of VLLM_CPU_OMP_THREADS_BIND."""
+    """Return each rank's CPU cores, in the format of VLLM_CPU_OMP_THREADS_BIND."""
     share = len(cores) // num_ranks
     if share == 0:
         return "nobind"

@@ -36,10 +36,10 @@ def checkpoint_folder(
     A GGUF file is converted only once per `dtype`.
 
     Args:
-        files: the files of the model.
+        files: the model's files.
         dtype: dtype of the converted weights.
         folder: parent folder for converted checkpoints.
-        on_wait: called about every second while another engine on this host converts.
+        on_wait: called about once per second while another engine on this host is converting.
 
     Raises:
         WeightsError: a file is broken or cannot be converted, or the disk is full.
@@ -148,7 +148,7 @@ def _check_whole(path: Path, missing: Collection[str]) -> None:
 
 
 def _save(model: "PreTrainedModel", folder: Path) -> None:
-    """Save a model without references to its GGUF file, because transformers rejects those."""
+    """Save a model without references to its GGUF file, which transformers would reject."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()

@@ -1,4 +1,4 @@
-"""Computes maximum lengths and block counts of sequences, as pure functions of a profile."""
+"""Computes how long sequences can get, and how many KV blocks they need."""
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.protocol.requests import EngineRequest
@@ -7,7 +7,7 @@ from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence
 
 
 class BlockCosts:
-    """Computes sequences' maximum lengths and block counts from a memory profile and limits."""
+    """Computes sequences' maximum lengths and KV block counts from a memory profile and limits."""
 
     def __init__(self, profile: MemoryProfile, limits: EngineLimits) -> None:
         self._profile = profile
@@ -31,11 +31,11 @@ class BlockCosts:
         return longest
 
     def charged_blocks(self, sequence: VllmSequence) -> int:
-        """Return the number of KV blocks to reserve for a sequence's charged tokens."""
+        """Return how many KV blocks a sequence must reserve to reach `charged_tokens` tokens."""
         return self.num_blocks(sequence, sequence.charged_tokens)
 
     def num_blocks(self, sequence: VllmSequence, num_tokens: int, *, resumed: bool = False) -> int:
-        """Return a sequence's number of KV blocks, without the blocks that its parent will share.
+        """Return how many KV blocks a sequence needs, not counting blocks shared with its parent.
 
         Args:
             sequence: the sequence.

@@ -1,8 +1,8 @@
 """The vLLM engine: admits requests while KV blocks are available, and collects vLLM's outputs.
 
-vLLM schedules and computes. The engine passes a request to vLLM only after reserving blocks for the
-prompt and the expected output. If a request outgrows its reservation, a less important request is
-preempted (see `run_queue`). vLLM itself therefore never preempts.
+vLLM schedules and runs the steps. The engine passes a request to vLLM only after reserving blocks
+for the prompt and the expected output. If a request outgrows its reservation, a less important
+request is preempted (see `run_queue`). vLLM itself therefore never preempts.
 """
 
 import time
@@ -56,7 +56,7 @@ class VllmEngine:
         Args:
             core: vLLM's engine.
             profile: memory costs of the model's tokens.
-            limits: limits of this engine.
+            limits: this engine's limits.
             reservations: block reservations in vLLM's pool.
             clock: returns the time in seconds.
             tiers: transfers KV to and from tiers outside the device. None without tiers.
@@ -97,7 +97,7 @@ class VllmEngine:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in which vLLM computed something."""
+        """Number of steps in which vLLM processed at least one request."""
         return self._metrics.num_steps
 
     def stats(self) -> SchedulerStats:
@@ -161,8 +161,8 @@ class VllmEngine:
         memory.
 
         Returns:
-            The rejection, which names the first sample, or the outputs of samples that need no
-            step.
+            The rejection, which names the first sample, or the outputs of samples that are already
+            complete.
         """
         pool_bytes = self._profile.kv_pool_bytes
         if refusal := refuse_duplicates(requests, self._queue.by_id, pool_bytes):
@@ -243,7 +243,7 @@ class VllmEngine:
         return results
 
     def _take(self, output: CoreOutput) -> TokenOutput | Embedding | None:
-        """Add a step's output to its sequence, and return the message for the client.
+        """Append a step's output to its sequence, and return the message for the client.
 
         Returns:
             The message, or None if the sequence has been cancelled or has failed.
@@ -402,7 +402,7 @@ class VllmEngine:
         )
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield, for each sequence, the seconds until it should finish and the bytes then freed."""
+        """Yield how soon each sequence should finish, in seconds, and the bytes that this frees."""
         expected = self._output_lengths.estimate
         for each in self._queue.by_id.values():
             num_prompt = 0 if each.has_token else len(each.token_ids)

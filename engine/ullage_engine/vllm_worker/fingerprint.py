@@ -20,7 +20,7 @@ _CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The installed vLLM and the environment in which it runs."""
+    """The installed vLLM and its environment."""
 
     version: str
     device: str
@@ -34,11 +34,11 @@ class Backend:
 def engine_facts(
     config: EngineConfig, files: ModelFiles, weights: str, backend: Backend
 ) -> dict[str, str]:
-    """Return everything that determines the exact bits of KV, and of answers without adapters.
+    """Return all facts that determine KV and answers bit for bit, unless they use an adapter.
 
     Args:
         config: the engine's configuration.
-        files: the files of the model.
+        files: the model's files.
         weights: digest of the weight files.
         backend: the installed vLLM.
     """
@@ -73,7 +73,7 @@ def engine_facts(
 def _config_digest(files: ModelFiles) -> str:
     """Return a digest of the files that describe a model's dimensions and quantisation.
 
-    A GGUF file describes both itself, so the digest of its weights covers them.
+    A GGUF file contains its own description, so the digest of its weights already covers it.
     """
     paths = [files.path / name for name in _CONFIG_FILES] if files.format == "directory" else []
     return digest_of_json({path.name: read_json(path) for path in paths if path.is_file()})

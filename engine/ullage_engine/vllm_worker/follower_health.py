@@ -19,7 +19,7 @@ _READ_TIMEOUT_S = 5.0
 
 
 class FollowerHealth:
-    """Liveness and readiness of a follower. They may be read from any thread."""
+    """A follower's liveness and readiness, which any thread may read."""
 
     def __init__(self) -> None:
         self.is_computing = False
@@ -27,7 +27,7 @@ class FollowerHealth:
         self._looked_at = time.monotonic()
 
     def on_look(self) -> None:
-        """Record a heartbeat of the follower."""
+        """Record the follower's heartbeat."""
         self._looked_at = time.monotonic()
 
     @property

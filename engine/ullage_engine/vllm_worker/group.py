@@ -1,6 +1,6 @@
-"""Lets several nodes join to run one engine, and stops them together.
+"""Joins several nodes into a group that runs one engine, and stops them together.
 
-Each follower keeps one connection to the leader while both compute. On joining, it sends its
+Each follower keeps one connection to the leader while the group runs. On joining, it sends its
 revision and its rank. Once all followers have joined, the leader sends Start, and every node starts
 vLLM. A node that loses a connection stops its vLLM processes. The leader's server then restarts the
 leader's worker, and the followers rejoin. TCP keep-alives detect a vanished node within 10 s.
@@ -43,9 +43,9 @@ log = logging.getLogger("ullage.engine.group")
 REVISION = "ULLAGE_GROUP_REVISION"
 """Environment variable that holds the pod's revision, the same for all pods of a group."""
 LOADED_FD = "ULLAGE_LOADED_FD"
-"""Environment variable that holds the number of a file descriptor.
+"""Environment variable that names the file descriptor on which a compute process reports.
 
-A node's compute process writes a byte to this descriptor once its ranks have loaded the model.
+The process writes a byte to the descriptor once the ranks of its node have loaded the model.
 """
 
 KEEPALIVE = {
@@ -82,9 +82,9 @@ class Start(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The leader's message that tells all followers to start computing."""
 
     rank_bytes: int
-    """Device memory per rank on the leader, in bytes, from which every node plans adapter slots."""
+    """Device memory per rank on the leader, in bytes. Every node plans adapter slots with it."""
     model_version: str = ""
-    """Version of the leader's model files in a bucket, or "" if the model is in no bucket."""
+    """Version of the leader's model files, or "" if the model does not come from a bucket."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -176,7 +176,7 @@ def _unmapped(address: str) -> str:
 
 
 class Leader:
-    """Leader of a group. It waits until all followers join, and then watches for lost followers."""
+    """Leads a group: waits until all followers have joined, then watches for lost followers."""
 
     def __init__(
         self, listener: socket.socket, revision: str, num_nodes: int, start: Start
@@ -281,7 +281,7 @@ def _try_send(connection: NodeConnection, message: Start | Refused) -> None:
 
 
 def end_worker(rank: int) -> NoReturn:
-    """Exit, with all ranks of this node, because the group cannot compute without `rank`."""
+    """Exit along with all ranks on this node, because the group cannot run without `rank`."""
     log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
     # Exit at once: another thread of vLLM may be waiting for the lost rank. The server restarts the
     # worker.
@@ -295,7 +295,7 @@ def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: st
         group: size and port of the group.
         report: called with the number of followers that have joined.
         rank_bytes: device memory per rank on this node, in bytes.
-        model_version: version of the model's files in a bucket, or "" if the model is in no bucket.
+        model_version: version of the model's files, or "" if they do not come from a bucket.
 
     Returns:
         This node's place in the group.
@@ -330,9 +330,9 @@ def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: st
 
 
 class Follower:
-    """A follower that repeatedly joins its leader and computes, until SIGTERM or SIGINT.
+    """Repeatedly joins the leader and runs this node's ranks, until SIGTERM or SIGINT.
 
-    If the signal arrives during computation, the follower continues until the leader exits.
+    If the signal arrives while the ranks run, the follower continues until the leader exits.
     """
 
     def __init__(
@@ -353,8 +353,8 @@ class Follower:
                 message.
             environment: environment variables for the worker, in addition to those of this process.
             health: answers the kubelet's probes.
-            fetch: downloads a model from a bucket and returns its version. None if the model is in
-                no bucket.
+            fetch: downloads a model from a bucket and returns its version. None if the model does
+                not come from a bucket.
         """
         self._leader = leader
         self._message = join
@@ -367,7 +367,7 @@ class Follower:
         self._refusal = ""
 
     def run(self) -> None:
-        """Join the leader and compute, repeatedly, until a signal arrives.
+        """Repeatedly join the leader and run this node's ranks, until a signal arrives.
 
         Raises:
             WeightsError: the model cannot be downloaded, or the leader uses another version of it.

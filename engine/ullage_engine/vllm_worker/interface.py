@@ -24,7 +24,7 @@ class AdapterError(Exception):
     """An adapter cannot be loaded. The message is one line for the client."""
 
     field = "model"
-    """Request field that names the adapter. The adapter is at fault, not the engine."""
+    """Request field reported to the client, because the adapter is at fault, not the engine."""
 
     def __init__(self, name: str, reason: str) -> None:
         """Create an error with a one-line reason for the engine's log, which may name files."""
@@ -36,7 +36,7 @@ class AdapterError(Exception):
 
 
 class CoreOutput(msgspec.Struct, frozen=True):
-    """Output of one step for one request."""
+    """One request's output in one step."""
 
     request_id: str
     token_ids: list[int]
@@ -52,7 +52,7 @@ class CoreOutput(msgspec.Struct, frozen=True):
     field: str = ""
     """Request field that caused the failure, or "" if the engine caused it."""
     embedding: bytes = b""
-    """Embedding of the prompt as little-endian float32 bytes. It completes the request."""
+    """The prompt's embedding as little-endian float32 bytes, which completes the request."""
 
     @property
     def num_reused_tokens(self) -> int:
@@ -95,19 +95,20 @@ class Blocks(Protocol):
         """Return the number of blocks in a request's block tables, including shared blocks."""
 
     def num_computed(self, request_id: str) -> int:
-        """Return the number of tokens whose KV is stored or being computed."""
+        """Return the number of a request's tokens whose KV is stored or being computed."""
 
     def hold_prefix(self, request_id: str) -> Prefix:
-        """Pin the cached blocks of a request, even if it finished in the last step."""
+        """Pin a request's cached blocks, even if it finished in the last step."""
 
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
         """Return the number of blocks that would become free if all these prefixes were released.
 
-        If requests also hold a sliding-window block, only the prefixes' fraction of it counts.
+        A sliding-window block is divided equally among its holders. If requests also hold it, only
+        the prefixes' fraction counts.
         """
 
     def release(self, prefix: Prefix) -> None:
-        """Unpin the blocks of a prefix. They stay cached until the pool needs them."""
+        """Unpin a prefix's blocks, which stay cached until the pool needs them."""
 
 
 class Core(Protocol):

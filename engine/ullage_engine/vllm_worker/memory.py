@@ -1,4 +1,4 @@
-"""Memory ledger of a vLLM worker, and measurement of its memory use."""
+"""Keeps a vLLM worker's memory ledger, and measures its memory use."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ _STAGING_BYTES = 64 << 20
 
 
 class StartMemory:
-    """Memory ledger of a vLLM worker during startup, on CPUs and GPUs."""
+    """A vLLM worker's memory ledger during startup, on CPUs and GPUs."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class StartMemory:
         self._gpus: list[GpuAtStart] = []
         """This node's GPUs, one per rank. Empty on CPUs."""
         self._meter: MemoryMeter | None = None
-        """Memory meter of the GPU, if this process is the only rank.
+        """The GPU's memory meter, if this process is the only rank.
 
         None on CPUs, or if the ranks are separate processes.
         """
@@ -97,7 +97,7 @@ class StartMemory:
     def plan_adapters(self, folder: Path, dtype: str, rank_bytes: int) -> None:
         """Decide how many adapters can be loaded at a time.
 
-        The number is the same on all nodes. It is the number that fits on one device of the leader.
+        All nodes use the same number: as many as fit on one of the leader's devices.
 
         Args:
             folder: folder of the checkpoint.
@@ -131,7 +131,7 @@ class StartMemory:
     def device_share(self) -> float | None:
         """Fraction of each GPU's memory that vLLM may use. None on CPUs.
 
-        On CPUs, vLLM does not see how much memory the device has.
+        On CPUs, vLLM does not know how much memory the device has.
         """
         if self.is_cpu:
             return None
@@ -202,8 +202,8 @@ class StartMemory:
     def _contexts(self, free_first: list[int]) -> list[int]:
         """Return the bytes of each rank's device context, libraries and transfer buffers.
 
-        Other nodes' GPUs are assumed to have had as much free memory as the corresponding GPUs of
-        this node.
+        Other nodes' GPUs are assumed to have had as much free memory as this node's corresponding
+        GPUs.
         """
         before = [gpu.free_bytes for gpu in self._gpus] * self._num_nodes
         return [
@@ -212,7 +212,7 @@ class StartMemory:
         ]
 
     def settle(self, core: vllm_core.VllmCore) -> None:
-        """Record the memory in use after startup in the ledger."""
+        """Record in the ledger how much memory is in use after startup."""
         if "model" not in {each.name for each in self.ledger.states()}:
             # vLLM does not ask for a pool size if the model has no KV.
             adapter_bytes = core.blank_slots()

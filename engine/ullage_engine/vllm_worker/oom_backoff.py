@@ -3,7 +3,7 @@
 vLLM cannot continue after a step that ran out of memory, so its worker exits. A new worker that
 took the same amount of memory would fail in the same way. Workers therefore record, in a file in
 the engine's run_dir, how much memory they took and which out-of-memory errors occurred. All workers
-of one server share this file. A new server ignores the file of the old server.
+of one server share this file. A new server ignores the old server's file.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ _POOL_SHARE = 7 / 8
 """Size of the next worker's KV pool, as a fraction of the failed worker's pool."""
 _LEAST_CHUNK_TOKENS = 64
 _FORGIVEN_S = 3600.0
-"""Seconds after the last out-of-memory error until a new worker may take all memory again."""
+"""Seconds after the last out-of-memory error until a new worker may use all memory again."""
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """The memory that one worker took."""
+    """How much memory one worker took."""
 
     kv_bytes: int
     least_kv_bytes: int
-    """Bytes of a KV pool that holds one sequence of maximum length, capped at `kv_bytes`."""
+    """Size of a KV pool for one sequence of maximum length in bytes, at most `kv_bytes`."""
     chunk_tokens: int = 0
     """Maximum prompt tokens per step, or 0 if prompts are not chunked."""
     least_chunk_tokens: int = 0
-    """Lower bound on `chunk_tokens`: the largest number of tokens per block of any kind of KV.
+    """Lower bound on `chunk_tokens`: the number of tokens in the largest KV block of any kind.
 
-    Models with recurrent states compute whole blocks.
+    Models with recurrent states compute prompts in whole blocks.
     """
 
 
@@ -69,7 +69,7 @@ def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
 
 
 class _History(msgspec.Struct):
-    """Contents of the file that the workers of one server share."""
+    """Contents of the file that one server's workers share."""
 
     server: str = ""
     limits: MemoryLimits = MemoryLimits()
@@ -86,7 +86,7 @@ class _History(msgspec.Struct):
 
 
 class OomBackoff:
-    """History of out-of-memory errors in the workers of one server."""
+    """History of out-of-memory errors in one server's workers."""
 
     def __init__(
         self,
@@ -191,6 +191,6 @@ class OomBackoff:
 
 
 def _parent() -> str:
-    """Return an id of the parent process that differs from those of all earlier processes."""
+    """Return an id of the parent process that, unlike its process id, is never reused."""
     parent = psutil.Process(os.getppid())
     return f"{parent.pid} {parent.create_time()}"

@@ -1,4 +1,4 @@
-"""Startup progress of a worker, measured by the bytes that it has allocated or written."""
+"""A worker's startup progress, measured by the bytes that it has allocated or written."""
 
 import threading
 from collections.abc import Callable, Iterator

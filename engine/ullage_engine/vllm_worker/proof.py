@@ -40,9 +40,9 @@ _PROMPTS = (32, 16)
 The second request starts while the first request is decoding.
 """
 _OUTPUTS = (3, 2)
-"""Number of output tokens of each of the probe's requests."""
+"""Number of output tokens for each of the probe's requests."""
 _TOP = 20
-"""Number of the most likely tokens whose log-probabilities are compared.
+"""How many of the most likely tokens have their log-probabilities compared.
 
 The tolerance is a fraction of the spread of the compared values, and too few values might have no
 spread.
@@ -128,7 +128,7 @@ class Probe:
 
 
 class ProvenCore(Protocol):
-    """The engine whose results are verified."""
+    """Interface to the engine whose results are verified."""
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
         """Run the probe's requests without keeping any of their state.
@@ -138,7 +138,7 @@ class ProvenCore(Protocol):
         """
 
     def digests(self) -> list[dict[str, str]]:
-        """Return, for each rank, digests of the tensors in its memory, by tensor name."""
+        """Return each rank's digests of the tensors in its memory, by tensor name."""
 
     def changed_table(self) -> str:
         """Recompute all ranks' rotary tables. Return the name of a table that differs, or ""."""
@@ -179,7 +179,7 @@ def take_proofs(
     *,
     verifies: bool,
 ) -> list[Proof]:
-    """Return the proof of each rank: the probe's results and the tensors' digests.
+    """Return each rank's proof: the probe's results and the digests of its tensors.
 
     Args:
         core: the engine.
@@ -227,9 +227,10 @@ def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
 
 
 def digest_model(model: torch.nn.Module, *, with_weights: bool) -> dict[str, str]:
-    """Return digests of a model's rotary tables and of those weights that are parameters.
+    """Return digests of a model's rotary tables, and of its weights if `with_weights`.
 
-    Other weights may have been packed into memory of libraries.
+    Only weights that are still parameters are covered. Libraries may have repacked the others into
+    their own memory.
     """
     tensors = {name: each for name, each in model.named_buffers() if _is_table(name, each)}
     if with_weights:

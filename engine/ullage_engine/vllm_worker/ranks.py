@@ -58,7 +58,7 @@ class WorkerExtension:
         return changed_table(runner.get_model(), runner.model_config.dtype)
 
     def ullage_warm_up(self) -> float:
-        """Compute the largest possible step, so that libraries and activations allocate memory.
+        """Run the largest possible step, so that libraries and activations allocate their memory.
 
         On CPUs, vLLM skips this step if the size of the KV pool is specified.
 
@@ -120,7 +120,7 @@ class WorkerExtension:
         return ""
 
     def ullage_follow_resumed(self) -> None:
-        """Make the model runner treat a resumed request's earlier output as output of its own."""
+        """Make the model runner treat a resumed request's earlier output as its own."""
         # Slow to import. A follower's first process manages vLLM's processes and does not compute.
         import torch
 
@@ -143,9 +143,9 @@ class WorkerExtension:
         batch.add_request = add
 
     def ullage_receive_stages(self) -> None:
-        """Give the CPU model runner buffers for the output of the previous pipeline stage.
+        """Allocate the CPU model runner's buffers for the previous pipeline stage's output.
 
-        Otherwise the runner allocates them only in the warm-up of compiled models.
+        The runner itself allocates them only when it warms up compiled models.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         has_stages = runner.parallel_config.pipeline_parallel_size > 1

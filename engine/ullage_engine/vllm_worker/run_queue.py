@@ -2,7 +2,7 @@
 
 Blocks are reserved for a sequence before it is passed to vLLM, and again before it outgrows its
 reservation. If no blocks are left, the least important sequence is preempted: vLLM aborts it, and
-it later resumes with its prompt and all tokens so far.
+it later resumes with its prompt and all tokens generated so far.
 """
 
 import bisect
@@ -20,7 +20,7 @@ from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence, rank_of
 
 _MARGIN_TOKENS = 2
-"""A sequence's reservation is extended once it has this number of unused tokens or fewer."""
+"""A sequence's reservation is extended once it has room for at most this many more tokens."""
 
 
 class RunQueue:
@@ -52,7 +52,7 @@ class RunQueue:
         self._adapters = adapters
         self._events = events
         self._growing: dict[str, VllmSequence] = {}
-        """Running sequences that may outgrow the length for which blocks are reserved."""
+        """Running sequences that may outgrow their reserved blocks."""
         self._shrinking: dict[str, VllmSequence] = {}
         """Running sequences that still reserve blocks that only their prompts needed."""
 
@@ -68,8 +68,8 @@ class RunQueue:
     def num_spared(self) -> int:
         """Number of blocks that new requests must leave unreserved.
 
-        These are the withheld blocks, and the blocks for all waiting sequences that need nothing
-        but blocks to start.
+        These are the withheld blocks, and the blocks that waiting sequences need. Sequences that
+        must also wait for an adapter slot do not count.
         """
         return self.num_spared_for(self._adapters.with_slots(self.by_id.values(), self.deferred))
 
@@ -79,7 +79,7 @@ class RunQueue:
         return self._reservations.num_withheld + num_blocks
 
     def slot_for(self, sequence: VllmSequence) -> str | None:
-        """Return the adapter to unload to make room for this sequence's adapter.
+        """Find a slot for this sequence's adapter, and return which adapter to unload first.
 
         See `Adapters.slot_for`.
         """
@@ -129,7 +129,7 @@ class RunQueue:
                 self.defer(child)
 
     def abort(self, sequence: VllmSequence) -> None:
-        """Abort a sequence in vLLM and remove it, but keep the blocks of its session."""
+        """Abort a sequence in vLLM and remove it, but keep its session's blocks."""
         if sequence.is_running:
             # Keep the blocks first: the sequence holds them only until it is removed.
             self._keep_session(sequence)
@@ -180,9 +180,9 @@ class RunQueue:
         return False
 
     def _give(self, sequence: VllmSequence) -> bool:
-        """Pass a sequence to vLLM, and return True.
+        """Pass a sequence to vLLM, or fail it if vLLM rejects it. Always return True.
 
-        If vLLM rejects it, the sequence fails and does not run.
+        The result tells `_start` that the sequence does not have to wait.
         """
         request = sequence.request
         if len(sequence.token_ids) > len(request.token_ids):
@@ -251,7 +251,7 @@ class RunQueue:
         self._extend_reservations()
 
     def _shrink_reservations(self) -> None:
-        """Shrink reservations to what decoding needs, once windows have moved past the prompts."""
+        """Shrink reservations to what decoding needs, once sliding windows are past the prompts."""
         for request_id, sequence in list(self._shrinking.items()):
             num_blocks = self._costs.charged_blocks(sequence)
             if self._reservations.shrink(request_id, num_blocks):
@@ -269,7 +269,7 @@ class RunQueue:
                 self._growing.pop(sequence.request_id, None)
 
     def _make_room(self, sequence: VllmSequence) -> None:
-        """Reserve the blocks for a sequence's charged tokens, and preempt sequences if necessary.
+        """Reserve blocks for a sequence's `charged_tokens`, preempting sequences if necessary.
 
         The least important sequences are preempted first, possibly including this one.
         """

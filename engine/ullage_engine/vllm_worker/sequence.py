@@ -38,7 +38,7 @@ class VllmSequence:
     """Length in tokens at which the sequence ends."""
     token_ids: list[int]
     charged_tokens: int = 0
-    """Length in tokens for which blocks are reserved."""
+    """Sequence length, in tokens, that the reserved blocks can hold."""
     is_running: bool = False
     parent: "VllmSequence | None" = None
     """Another sample of the same prompt, with which this sequence will share blocks.
@@ -50,7 +50,7 @@ class VllmSequence:
     has_token: bool = False
     """Whether the sequence has produced a token since it was last started."""
     num_computed: int = 0
-    """Number of prompt tokens computed at the last check, while there is no output yet."""
+    """Number of prompt tokens computed as of the last step, tracked until the first output."""
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
 
@@ -60,7 +60,7 @@ class VllmSequence:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing of the sequence has been computed yet."""
+        """Whether none of the sequence has been computed yet."""
         return not (self.num_computed or self.num_preemptions)
 
     @property

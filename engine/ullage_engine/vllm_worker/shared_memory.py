@@ -1,10 +1,9 @@
 """Removes shared-memory files that killed vLLM ranks have left behind.
 
-Each ring buffer between ranks takes 240 MiB once it is used, and counts towards the pod's memory
-until the pod ends. The file names (`psm_1a2b3c4d`) do not reveal their owner. An engine with
+Each ring buffer between ranks takes 240 MiB once it is used, and is charged to the pod's memory
+until the pod terminates. The file names (`psm_1a2b3c4d`) do not reveal their owner. An engine with
 several ranks therefore records, in the same folder, which files its own processes have mapped. The
-next startup of the same engine removes those recorded files that no process maps any more, and
-nothing else.
+next startup of the same engine removes only recorded files that no process maps any longer.
 """
 
 import contextlib
@@ -57,7 +56,7 @@ class SharedMemory:
     """Tracks the shared-memory files that one engine's processes on this node have mapped."""
 
     def __init__(self, engine: str, folder: Path = FOLDER, processes: Path = PROCESSES) -> None:
-        """Create the tracker of one engine.
+        """Create one engine's tracker.
 
         Args:
             engine: name of the engine, unique among the engines that use the folder.

@@ -72,7 +72,7 @@ class StartedVllm:
     profile: MemoryProfile
     max_model_len: int
     name: str
-    """Name under which clients request the model."""
+    """Name by which clients request the model."""
     ranks: list[RankPlace]
     fingerprint: Fingerprint
     """Fingerprint of everything that affects the answers bit for bit."""
@@ -173,7 +173,7 @@ def start(
     Raises:
         WorkerStartError, LedgerError, WeightsError: startup failed. The message is one line that
             says how to fix it.
-        ProofError: this startup computes different results from a verified one.
+        ProofError: this startup's results differ from those of a verified startup.
     """
     shared_memory = _prepare(config)
     backoff = OomBackoff(Path(config.server.run_dir))
@@ -261,10 +261,10 @@ def _start(
 def _prove(
     core: vllm_core.VllmCore, probe: Probe, outputs: list[CoreOutput], file: ProofFile
 ) -> None:
-    """Compare this startup's results with verified ones. If there are none, store these.
+    """Compare this startup's results with the verified ones, or store them if none exist yet.
 
     Raises:
-        ProofError: this startup computes different results from the verified one.
+        ProofError: this startup's results differ from those of the verified startup.
     """
     bound = tolerance(getattr(torch, core.dtype), is_exact=False)
     verified = file.read()
@@ -277,7 +277,7 @@ def _prove(
 
 
 def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
-    """Return the memory that this worker took. If memory runs out, the next worker takes less."""
+    """Return how much memory this worker took, so that the next takes less if it runs out."""
     longest = core.max_model_len + core.lookahead_tokens
     # The pool never hands out one of its blocks.
     num_blocks = sample_blocks(profile, longest) + 1 if profile.block_bytes else 0
@@ -434,7 +434,7 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
 
 
 def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict[str, str]:
-    """Return everything that determines the exact bits of answers without adapters.
+    """Return all facts that determine answers bit for bit, unless they use an adapter.
 
     Args:
         core: vLLM's engine.
@@ -456,7 +456,7 @@ def _kv_space(
 ) -> bytes:
     """Return the namespace of the engine's KV in tiers outside the device.
 
-    A block's bytes depend only on its tokens and on what the namespace covers.
+    The namespace covers everything besides a block's tokens that determines the block's bytes.
 
     Returns:
         The namespace, or empty bytes if no KV is kept outside the device.

@@ -1,17 +1,14 @@
 """Upper bound on the duration of a vLLM step, from which the server detects hangs."""
 
 _ATTENTION_COST = 4.0
-"""Duration of attention, relative to matmuls with the same number of operations.
+"""How many times as long attention takes as matmuls with the same number of operations.
 
-Attention kernels are slower on CPUs.
+On CPUs, attention kernels are slower than matmuls.
 """
 _MATRIX_SHARE = 3.0
-"""Operations of all matmuls in a layer, relative to its query and output projections.
-
-This is a lower bound.
-"""
+"""Lower bound on a layer's matmul operations, relative to its query and output projections."""
 _KV_BYTES_PER_S = 2e9
-"""Lower bound on the KV bytes per second that decodes can read."""
+"""Lower bound on the rate at which decodes can read KV, in bytes per second."""
 
 
 def longest_step_s(
@@ -22,13 +19,13 @@ def longest_step_s(
     The warm-up computes the maximum number of tokens per step, but not their attention. The cost of
     attention grows with the context. It equals the cost of the query and output projections when
     the context has as many tokens as the hidden state has elements. Decodes read the KV pool once.
-    The bound is deliberately loose: a healthy step that took several times as long would be
-    mistaken for a hang.
+    The bound is deliberately loose: a healthy step that took several times as long as the bound
+    would be mistaken for a hang.
 
     Args:
         warm_up_s: seconds that each thread computes in the largest step of a stage. 0 if not
             measured.
-        num_stages: number of pipeline stages, which compute a step one after the other.
+        num_stages: number of pipeline stages, which compute a step one after another.
         max_model_len: maximum context length in tokens.
         hidden_size: number of elements in a token's hidden state.
         pool_bytes: KV bytes of all ranks.

@@ -17,7 +17,7 @@ class StepMetrics:
         self.events = RequestEvents()
         self.figures = Figures()
         self.num_steps = 0
-        """Number of steps in which vLLM computed something."""
+        """Number of steps in which vLLM processed at least one request."""
         self.prefix_lookup_tokens = 0
         self.prefix_hit_tokens = 0
         self._blocks = blocks
@@ -76,7 +76,7 @@ class StepMetrics:
         return sequence.num_cached_tokens
 
     def _note_start(self, sequence: VllmSequence, seconds: float) -> None:
-        """Record that a sequence has started with a step that took `seconds` seconds."""
+        """Record that a sequence was started by a step that took `seconds` seconds."""
         if sequence.is_new:
             self.figures.observe_start(sequence.request.accepted_at, seconds)
         if not sequence.num_computed:

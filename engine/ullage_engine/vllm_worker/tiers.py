@@ -35,14 +35,14 @@ class TiersRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies to be made by every rank in one step."""
+    """Copies between KV blocks and host-tier slots that every rank makes in one step."""
 
     number: int
-    """Number under which the ranks report the copies as done, or 0 if there are none."""
+    """Id with which the ranks report that the copies are done, or 0 if there are none."""
     loads: tuple[tuple[int, int], ...] = ()
-    """Pairs of slot and block. Slots are copied to blocks before the step computes."""
+    """Pairs (slot, block). Slots are copied to blocks before the step computes."""
     stores: tuple[tuple[int, int], ...] = ()
-    """Pairs of block and slot. Blocks are copied to slots after the step has computed."""
+    """Pairs (block, slot). Blocks are copied to slots after the step has computed."""
 
 
 class _Place(NamedTuple):
@@ -62,7 +62,7 @@ class _Request:
     num_loaded: int = 0
     query: KvQuery | None = None
     asked_at: float = 0.0
-    """Time at which the tiers were last asked for blocks of the request."""
+    """Time at which the tiers were last asked for the request's blocks."""
     may_ask: bool = True
 
 
@@ -74,7 +74,7 @@ class _Reported(NamedTuple):
 
 
 class ConnectorTransfers:
-    """Asks for and offers KV in tiers outside the device, and plans the resulting copies."""
+    """Requests KV from tiers outside the device, offers KV to them, and plans the copies."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ConnectorTransfers:
         content_of: Callable[[int], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the transfers. No requests are tracked yet.
+        """Create an instance that tracks no requests yet.
 
         Args:
             space: namespace of the blocks' keys.
@@ -123,7 +123,7 @@ class ConnectorTransfers:
         self._requests[name] = _Request(request)
 
     def forget(self, name: str) -> None:
-        """Drop a request that has ended, and its query. Unknown requests are ignored."""
+        """Drop a finished request and its query. Unknown requests are ignored."""
         state = self._requests.pop(name, None)
         if state is not None:
             self._drop_query(state)

@@ -1,4 +1,4 @@
-"""The KV blocks in vLLM's pool, and the kinds of its KV cache groups."""
+"""Access to the KV blocks in vLLM's pool, and the kind of KV that each cache group keeps."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,13 @@ from ullage_engine.vllm_worker.interface import Prefix
 
 class _Prefix:
     def __init__(self, groups: Sequence[Sequence[KVCacheBlock]], slides: Sequence[bool]) -> None:
-        """Create a prefix. `slides` states which cache groups have a sliding window."""
+        """Create a prefix from the cached blocks of each cache group.
+
+        Args:
+            groups: cached blocks of each cache group.
+            slides: whether sequences move past the blocks of each cache group, as they do with
+                sliding windows and recurrent states.
+        """
         pairs = list(zip(groups, slides, strict=True))
         self.lasting = [each for group, has_window in pairs if not has_window for each in group]
         self.windows = [
@@ -121,17 +127,17 @@ class VllmBlocks:
 
 
 class GroupKind:
-    """The kind of KV that a cache group keeps for each sequence."""
+    """Kind of KV in a cache group: full attention, a sliding window or recurrent states."""
 
     def __init__(self, block_tokens: int, window_tokens: int = 0, state_blocks: int = 0) -> None:
         self.block_tokens = block_tokens
-        """Tokens per block. Not meaningful for groups of recurrent states."""
+        """Tokens per block. Not meaningful for recurrent states."""
         self.window_tokens = window_tokens
         self.state_blocks = state_blocks
 
 
 def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
-    """Return the kind of a cache group.
+    """Return what kind of KV one of vLLM's cache groups keeps.
 
     Raises:
         WorkerStartError: the memory use of this kind of KV cannot be predicted.
@@ -154,5 +160,5 @@ def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
 
 
 def pool_block_bytes(rank: KVCacheConfig, config: VllmConfig) -> int:
-    """Return the KV bytes of a block on one rank, which are the same for all cache groups."""
+    """Return the size of a KV block on one rank in bytes, the same for all cache groups."""
     return int(_pool_bytes_per_block(config, rank.kv_cache_groups))

@@ -3,7 +3,7 @@
 vLLM creates one connector for its scheduler, in the worker's process, and one in each rank's
 process. The scheduler's connector delegates to `ConnectorTransfers` once `use` has been called.
 Each rank's connector copies between KV blocks on its device and the shared memory of the host tier.
-A slot contains the data of all tensor-parallel ranks, one after the other.
+A slot stores one block: the data of all tensor-parallel ranks, one after another.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class _StepCopied(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's KV connector to the tiers. It does nothing until `use` is called."""
+    """KV connector between vLLM and the KV tiers. It does nothing until `use` is called."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -80,7 +80,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # of the scheduler ----------------------------------------------------------------------------
 
     def use(self, tiers: ConnectorTransfers) -> None:
-        """Delegate to `tiers` from now on."""
+        """Start delegating the scheduler's calls to `tiers`."""
         self._tiers = tiers
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -181,7 +181,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class RankPart:
-    """One rank's share of each block: its bytes on the device and in each slot of shared memory."""
+    """One rank's part of every KV block, on its device and in the host tier's shared memory."""
 
     def __init__(
         self,
@@ -208,13 +208,13 @@ class RankPart:
         self._is_async = device.type == "cuda"
 
     def load(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy slots to blocks. The copies are complete before the device's next computation."""
+        """Copy host-tier slots to device blocks, before the device's next computation."""
         for slot, block in copies:
             for pool, part in zip(self._pools, self._parts(slot), strict=True):
                 pool[block].copy_(part, non_blocking=self._is_async)
 
     def store(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks to slots, and wait until the copies are complete."""
+        """Copy device blocks to host-tier slots, and wait until the copies are complete."""
         for block, slot in copies:
             for pool, part in zip(self._pools, self._parts(slot), strict=True):
                 part.copy_(pool[block], non_blocking=self._is_async)
@@ -233,7 +233,9 @@ def _apart(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """View a layer's KV tensor [block, ...] as bytes [vLLM block, byte].
+    """View a layer's KV tensor [kernel block, ...] as a byte matrix [vLLM block, byte].
+
+    vLLM may split its blocks into smaller blocks for the kernels.
 
     Raises:
         ValueError: the bytes of a block are not contiguous.
@@ -266,9 +268,9 @@ def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
 
 
 def part_format(worker: Any) -> tuple[int, list[str]]:
-    """Return the bytes per block that one rank copies, and what determines their layout.
+    """Return how many bytes of each block one rank copies, and a description of their layout.
 
-    The model itself is not part of the description.
+    The description names the attention backends and the KV layout, but not the model.
 
     Args:
         worker: vLLM's worker for the rank. The function runs in the worker's process.

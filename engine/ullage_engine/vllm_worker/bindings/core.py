@@ -79,9 +79,9 @@ _NOT_CHOSEN = {
     *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_CI_ENV"),
     *("VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"),
 }
-"""Variables that `environment` skips: thread placement, and those set by Ullage and vLLM."""
+"""Variables that `environment` ignores: thread placement, and those Ullage or vLLM set."""
 _NOTICED_WITHIN_S = 2.0
-"""Seconds that vLLM gets after a failed step to notice that a rank has exited."""
+"""Seconds to wait after a failed step for vLLM to notice that a rank has exited."""
 
 
 def check_version() -> None:
@@ -126,12 +126,12 @@ def make_config(
 
 
 def is_cpu() -> bool:
-    """Return whether the installed vLLM computes on CPUs."""
+    """Return whether the installed vLLM runs on CPUs."""
     return bool(current_platform.is_cpu())
 
 
 def check_device(asked: str) -> None:
-    """Check that vLLM computes on the configured device.
+    """Check that the installed vLLM runs on the configured kind of device.
 
     Raises:
         WorkerStartError: the installed vLLM is built for another kind of device.
@@ -275,7 +275,7 @@ class VllmCore:
         self._num_probes = 0
         self._warm_up_s: float = getattr(core.model_executor, "warm_up_s", 0.0)
         self._broken: dict[str, str] = {}
-        """Why requests' grammars can no longer be applied, by vLLM's request ids."""
+        """Errors of requests whose grammar failed in the current step, by vLLM's request ids."""
         self._adapters: dict[str, LoRARequest] = {}
         self._num_adapters = 0
         """Number of adapters added so far, from which the next adapter's id in vLLM is derived."""
@@ -361,17 +361,20 @@ class VllmCore:
             )
 
     def blank_slots(self) -> int:
-        """Return the total bytes of all ranks' adapter slots, while no adapter is loaded."""
+        """Make all ranks' adapter slots resident in memory, and return their total size in bytes.
+
+        Call this only while no adapter is loaded.
+        """
         return _blank_slots(self._engine.engine_core.engine_core.model_executor)
 
     @property
     def pool_bytes(self) -> int:
-        """KV bytes on all ranks together, including vLLM's null block."""
+        """Size of the KV pool in bytes, summed over all ranks and including vLLM's null block."""
         return self.block_bytes * (self.blocks.num_blocks + 1) if self._kv_configs else 0
 
     @property
     def block_bytes(self) -> int:
-        """KV bytes of one block, summed over all ranks."""
+        """Size of one KV block in bytes, summed over all ranks."""
         return sum(
             pool_block_bytes(rank, self._config)
             for rank in self._kv_configs
@@ -380,13 +383,13 @@ class VllmCore:
 
     @property
     def groups(self) -> list[GroupKind]:
-        """The kind of KV of each cache group."""
+        """What kind of KV each cache group keeps."""
         groups = self._scheduler.kv_cache_config.kv_cache_groups
         return [group_kind(group, self._config) for group in groups]
 
     @property
     def ranks(self) -> list[RankPlace]:
-        """The device map: the device and the layers of each rank."""
+        """Device map: each rank's device and layers."""
         model = self._config.model_config
         parallel = self._config.parallel_config
         layers = model.get_total_num_hidden_layers()
@@ -414,7 +417,7 @@ class VllmCore:
     # tiers ---------------------------------------------------------------------------------------
 
     def tier_format(self) -> tuple[int, list[str]]:
-        """Return the bytes per block that ranks copy, and what determines their layout.
+        """Return how many bytes of each block the ranks copy, and a description of their layout.
 
         Raises:
             TiersRefusedError: blocks cannot be copied to tiers.
@@ -433,7 +436,7 @@ class VllmCore:
         return sum(num_bytes for num_bytes, _ in parts), facts
 
     def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> ConnectorTransfers:
-        """Keep KV blocks in tiers outside the device as well, from now on.
+        """Start copying KV blocks to and from tiers outside the device.
 
         Args:
             space: namespace of the blocks' keys.
@@ -471,7 +474,7 @@ class VllmCore:
             raise
 
     def _on_all_ranks(self, method: str, name: str) -> None:
-        """Call a method with an adapter as argument on every rank.
+        """Call a worker method on every rank, with an adapter as its argument.
 
         Raises:
             AdapterError: the call failed on a rank.
@@ -576,10 +579,7 @@ class VllmCore:
             raise
 
     def _without_broken(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
-        """Fail requests whose grammar failed in this step, and return the outputs of the others.
-
-        The result also contains the failures.
-        """
+        """Abort requests whose grammar failed in this step, and turn their outputs into errors."""
         broken = self._broken
         self._broken = {}
         failed = [
@@ -615,14 +615,14 @@ class VllmCore:
     def has_plain_weights(self) -> bool:
         """Whether the checkpoint is unquantised.
 
-        For unquantised checkpoints, vLLM has checked that all weights were loaded.
+        vLLM verifies that every weight of an unquantised checkpoint was loaded.
         """
         return self._config.model_config.quantization is None
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
         """Compute a few tokens, so that a fault that affects every step is detected at startup.
 
-        No state of the computation is kept.
+        The requests' state and KV are discarded afterwards.
 
         Returns:
             The outputs, ordered by request and token.
@@ -665,7 +665,7 @@ class VllmCore:
             model.max_logprobs = most
 
     def _run_in_turns(self, requests: Sequence[EngineRequest]) -> dict[str, list[CoreOutput]]:
-        """Run requests to completion. Each one starts after the previous one's first token."""
+        """Run requests to completion, starting each after the previous request's first token."""
         outputs: dict[str, list[CoreOutput]] = {}
         for request in requests:
             self.add(request, request.max_tokens)
@@ -691,7 +691,7 @@ class VllmCore:
         raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
 
     def _drop_prefixes(self) -> None:
-        """Clear the prefix cache, once no request holds blocks any more."""
+        """Clear the prefix cache as soon as no request holds any blocks."""
         if not self.has_prefix_cache:
             return
         for _ in range(_PROBE_STEPS):
@@ -702,7 +702,7 @@ class VllmCore:
             raise RuntimeError("the probe's blocks are not given back")
 
     def digests(self) -> list[dict[str, str]]:
-        """Return, for each rank, digests of its rotary tables and weights in memory, by name."""
+        """Return each rank's digests of its rotary tables and weights in memory, by tensor name."""
         args = (self.has_plain_weights,)
         by_rank: list[dict[str, str]] = self._executor.collective_rpc("ullage_digests", args=args)
         return by_rank
@@ -730,7 +730,7 @@ class VllmCore:
         self._engine.engine_core.shutdown()
 
     def _make_grammar(self, request: Request) -> Grammar:
-        """Return the matcher for a request's grammar, as a replacement for vLLM's own function."""
+        """Return the matcher for a request's grammar. This replaces vLLM's own function."""
         params = request.sampling_params
         assert params is not None
         assert params.extra_args is not None

@@ -18,11 +18,11 @@ GRAMMAR = "ullage_grammar"
 """Key in `extra_args` under which a request's grammar is passed, in llguidance's format."""
 _SEEDS = 1 << 63
 _ANY = r"start: /(.|\n)*/"
-"""Placeholder grammar that passes vLLM's own checks. The real grammar takes its place."""
+"""Placeholder grammar that passes vLLM's validation. The real one is in `extra_args`."""
 
 
 class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """Grammar matcher for one answer, which implements vLLM's interface."""
+    """Matches one answer against its grammar, through the interface that vLLM expects."""
 
     def __init__(self, matcher: LLMatcher, on_error: Callable[[str], object]) -> None:
         self._matcher = matcher
@@ -63,7 +63,7 @@ class GrammarMasks:
 
 
 def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
-    """Return arguments for vLLM's `SamplingParams`. Their `max_tokens` includes earlier output."""
+    """Return arguments for vLLM's `SamplingParams`. `max_tokens` must count earlier output too."""
     sampling = request.sampling
     extra = dict[str, Any]()
     if sent := request.token_ids[request.num_prompt_tokens :]:
@@ -96,7 +96,7 @@ def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any
 def converted_output(
     output: RequestOutput, params: SamplingParams | None, num_loaded: int
 ) -> CoreOutput:
-    """Convert vLLM's output of one step for one request.
+    """Convert vLLM's output for one request in one step.
 
     Args:
         output: vLLM's output.
@@ -151,6 +151,6 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
 
 
 def unmatched(reason: str) -> str:
-    """Return the client's error message for a request whose grammar failed because of `reason`."""
+    """Return the message for a client whose request's grammar failed because of `reason`."""
     line = " ".join(reason.split())[:300]
     return f"the grammar cannot be followed: {line}; simplify it"
