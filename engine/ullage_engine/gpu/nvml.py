@@ -21,7 +21,7 @@ THROTTLE_REASONS: Mapping[str, int] = {
     "hw_thermal": 0x40,
     "hw_power_brake": 0x80,
 }
-"""NVML's bits for the reasons that a GPU's clocks are slowed down, by DCGM's names."""
+"""NVML's bits for the reasons that a GPU's clocks are throttled, keyed by DCGM's names."""
 
 NVLINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
 """Kinds of NVLink errors, in the order of NVML's constants."""
@@ -124,8 +124,8 @@ class Nvml:
     def gpus(self, environment: Mapping[str, str], limit: int) -> list["Gpu"]:
         """Return the first `limit` GPUs that CUDA would see with these environment variables.
 
-        By default, CUDA numbers GPUs by speed and NVML numbers them by bus. The two orders match if
-        all GPUs of a node are the same model.
+        By default, CUDA orders GPUs by speed and NVML orders them by bus ID. The two orders match
+        if all GPUs of a node are the same model.
 
         Raises:
             NvmlUnavailableError: there is no such GPU.
@@ -196,7 +196,7 @@ class Gpu:
         return _address(self._whole)
 
     def sample(self, *, with_links: bool) -> GpuSample:
-        """Query all metrics. NVLink metrics take many calls, so they need `with_links`."""
+        """Query all metrics. NVLink metrics take many calls, so they require `with_links`."""
         module = self._nvml.module
         if with_links:
             self._ask_links()
@@ -258,7 +258,7 @@ class Gpu:
         return dict(sizes)
 
     def register_xid_events(self, event_set: Any) -> bool:
-        """Register for Xid errors of the GPU. Return False if the GPU does not report them."""
+        """Register for the GPU's Xid errors. Return False if the GPU does not report them."""
         module = self._nvml.module
         try:
             module.nvmlDeviceRegisterEvents(

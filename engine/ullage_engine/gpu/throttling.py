@@ -1,7 +1,7 @@
 """Pure functions that reduce the batch size while GPUs are throttled.
 
 The driver throttles a GPU that is too hot or has too little power. A smaller batch draws less
-power, so that the clocks recover. While the batch is reduced, boost is said to be off.
+power, which lets the clocks recover. While the batch is reduced, boost is said to be off.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from ullage_common.config.engine import ThrottlingSection
 MAX_GAP_S = 2.0
 """Maximum number of seconds between two samples that count towards throttled or unthrottled time.
 
-The state of a GPU between samples is unknown, so any longer gap is cut to this.
+The state of a GPU between samples is unknown, so longer gaps are capped at this value.
 """
 
 
@@ -38,9 +38,9 @@ class BoostState:
 def counted_reasons(
     section: ThrottlingSection, gpus: Iterable[frozenset[str] | None]
 ) -> frozenset[str] | None:
-    """Return the throttle reasons of all GPUs together, because the slowest GPU sets the pace.
+    """Return the union of all GPUs' throttle reasons, because the slowest GPU sets the pace.
 
-    Power capping is left out unless the rules include it. Return None if the driver provides no
+    Power capping is ignored unless the rules include it. Return None if the driver provides no
     reasons.
     """
     reported = [reasons for reasons in gpus if reasons is not None]

@@ -1,10 +1,10 @@
-"""Computes the buffer sizes of a step: shape buckets and the memory layout of the arena.
+"""Computes the buffer sizes of a step: shape buckets and the arena's memory layout.
 
 oneDNN prepares a kernel for every new shape of a matrix product. That takes about a millisecond and
 0.6 MB, and oneDNN caches only the 100 most recent kernels (`ullage_engine.server.worker_env`).
 Sizes are rounded up to buckets so that this cache rarely misses.
 
-The ledger reserves the arena's bytes and the runner allocates them, so both follow one layout.
+The memory ledger reserves the arena's bytes and the runner allocates them, so both use this layout.
 Buffers that are never in use at the same time share memory, so the buffers of attention, the MLP
 and the experts overlap. Two techniques bound the remaining buffers: a mixture-of-experts layer
 processes a long step in slices of tokens, and decode attention divides the context into splits
@@ -20,7 +20,7 @@ from ullage_engine.native.library import VECTOR
 from ullage_engine.quantization.formats import TILE_GROUPS
 
 MAX_TILE_ROWS = 128
-"""Maximum number of prompt tokens whose scores are computed at once.
+"""Maximum number of prompt tokens whose attention scores are computed at once.
 
 This value was the fastest of those tried between 32 and 256.
 """
@@ -65,7 +65,7 @@ def pad_rows(rows: int) -> int:
 
 
 def pad_to_bucket(tokens: int) -> int:
-    """Return the number of rows, with padding, of the layers' matmuls in a step of this size."""
+    """Return the padded row count of the layers' matmuls in a step with this many tokens."""
     if tokens <= 64:
         return _round_up(tokens, 1)
     step = 64 if tokens <= 1024 else 512
@@ -73,12 +73,12 @@ def pad_to_bucket(tokens: int) -> int:
 
 
 def context_bucket(blocks: int) -> int:
-    """Round a context length in blocks up to the number of blocks gathered per sequence."""
+    """Round a context length, in blocks, up to the number of blocks to gather per sequence."""
     return _round_up(blocks, MIN_BLOCKS)
 
 
 def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
-    """Return the size of the next decode group, without and with padding, for `rows` decodes.
+    """Return the next decode group's row count, unpadded and padded, if `rows` decodes remain.
 
     The padded size is a power of two and at most `max_rows`.
     """
@@ -90,13 +90,13 @@ def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
 
 
 def tile_rows(blocks: int, block_tokens: int) -> int:
-    """Return the number of prompt tokens per prefill tile when the context has `blocks` blocks."""
+    """Return the number of prompt tokens per prefill tile for a context of `blocks` blocks."""
     affordable = SCORE_TOKENS // (blocks * block_tokens)
     return next((r for r in (128, 64) if r <= affordable), MIN_TILE_ROWS)
 
 
 def tile_bucket(rows: int) -> int:
-    """Return the number of rows of a prefill tile after padding."""
+    """Return the padded row count of a prefill tile."""
     return max(MIN_TILE_ROWS, 1 << (rows - 1).bit_length())
 
 
@@ -114,8 +114,8 @@ def _round_up(size: int, smallest: int) -> int:
 SLICE_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Maximum number of tokens whose experts are computed in one slice, by device type.
 
-Every slice reads the weights of all experts again, so slices on a GPU are large. If 2,048 tokens
-choose 4 of 32 experts each, an expert has 256 rows on average. A float32 matmul of 256 rows has too
+Every slice rereads the weights of all experts, so slices on a GPU are large. If 2,048 tokens choose
+4 of 32 experts each, an expert has 256 rows on average. A float32 matmul of 256 rows has too
 few tiles to occupy all SMs of a large GPU."""
 
 INT64_WORDS = 2
@@ -131,7 +131,7 @@ decoded to keep the device busy."""
 
 
 def mxfp4_panel(device: str) -> int:
-    """Return how many MXFP4 weights are decoded at once (a panel) on this type of device."""
+    """Return how many MXFP4 weights this type of device decodes at once (one panel)."""
     return MXFP4_PANELS[device]
 
 
@@ -157,8 +157,8 @@ def padding_rows(pairs: int) -> int:
 def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
     """Return the number of elements in each activation buffer of the experts, by buffer name.
 
-    The buffers hold slices of up to `tokens` tokens. Most of them need one row for each pair of a
-    token and one of its experts. The result is empty for a model without experts.
+    The buffers hold slices of up to `tokens` tokens. Most of them need one row per (token, expert)
+    pair. The result is empty for a model without experts.
     """
     spec = model_config.experts
     if spec is None:
@@ -214,7 +214,7 @@ def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
     Args:
         rows: number of sequences in the step.
         num_kv_heads: number of KV heads in the model.
-        context: number of tokens for which each sequence's block table has space.
+        context: number of tokens that each sequence's block table has space for.
     """
     splits = min(MAX_SPLITS, TARGET_PROGRAMS // (rows * num_kv_heads), -(-context // SPLIT_TOKENS))
     return 1 << (max(1, splits).bit_length() - 1)
@@ -273,23 +273,23 @@ class StepLimits:
     """Whether results must be batch-invariant: a row's result does not depend on other rows."""
     fused: bool = False
     """Whether GPU kernels read KV and convolution states in place. If so, the arena needs no
-    workspace in which to gather them."""
+    workspace for gathering them."""
     fp8_kv: bool = False
     """Whether KV is stored as float8. The float8 codes pass through separate buffers unless
     `fused`."""
     windowed: bool = False
     """Whether layers with sliding windows have separate KV blocks."""
     library_threads: int = 0
-    """Number of threads of the C++ library if this library computes whole steps, otherwise 0."""
+    """Number of threads in the C++ library if it computes whole steps, otherwise 0."""
     max_slice_tokens: int = SLICE_TOKENS["cpu"]
-    """Maximum number of tokens whose experts are computed in one slice, see `SLICE_TOKENS`."""
+    """Maximum number of tokens per expert slice (see `SLICE_TOKENS`)."""
 
     def product_rows(self, tokens: int) -> int:
-        """Return the number of rows, with padding, in the layers' matmuls for this many tokens."""
+        """Return the padded row count of the layers' matmuls for this many tokens."""
         return pad_to_bucket(pad_rows(tokens) if self.deterministic else tokens)
 
     def slice_tokens(self, tokens: int) -> int:
-        """Return the number of tokens in the largest expert slice of a step of `tokens` tokens."""
+        """Return the size, in tokens, of the largest expert slice in a step of `tokens` tokens."""
         return min(tokens, self.max_slice_tokens)
 
     def context_blocks(self, blocks: int) -> int:
@@ -303,7 +303,10 @@ class StepLimits:
 
     @property
     def max_gather_tokens(self) -> int:
-        """Size of the gather workspace in tokens: whole blocks, enough for the longest sequence."""
+        """Size of the gather workspace in tokens, which is enough for the longest sequence.
+
+        The size is a whole number of blocks.
+        """
         longest = self.context_blocks(-(-self.max_model_len // self.block_tokens))
         blocks = max(longest, self.gather_tokens // self.block_tokens)
         return blocks * self.block_tokens
@@ -345,7 +348,7 @@ def span_mask_width() -> int:
 
 
 def mask_width(max_model_len: int) -> int:
-    """Return the number of columns in the causal mask: the longest earlier context, plus a tile."""
+    """Return the causal mask's number of columns: the longest earlier context plus one tile."""
     return max_model_len + MAX_TILE_ROWS
 
 
@@ -398,7 +401,7 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 
 ROWS_TOGETHER = 64
-"""Maximum number of consecutive query rows that the C++ library processes together in attention."""
+"""Maximum number of consecutive query rows that the C++ library's attention processes together."""
 
 MAX_PARTIALS = 4 << 20
 """Maximum number of float32 elements for the C++ library's partial attention results.
@@ -505,7 +508,7 @@ def _index_words(model_config: ModelConfig, limits: StepLimits) -> int:
     """Return the number of four-byte words that a step's index arrays need, with alignment.
 
     The arrays are the fields of `ullage_engine.kernels.batch.StepBatch`. If layers with sliding
-    windows have separate KV blocks, arrays of slots or blocks count twice.
+    windows have separate KV blocks, arrays of slots or blocks are counted twice.
     """
     rows = limits.product_rows(limits.max_tokens)
     chunks = limits.product_rows(limits.max_rows)

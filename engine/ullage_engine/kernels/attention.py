@@ -20,7 +20,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Attention buffers that the sequences of a step take turns using."""
+    """Attention buffers that a step's sequences use one after another."""
 
     model_config: ModelConfig
     block_tokens: int
@@ -34,7 +34,7 @@ class Workspace:
     def gather_view(self, num_blocks: int) -> torch.Tensor:
         """Return a view to gather blocks into: [2 * kv_heads, num_blocks, block_tokens * head_dim].
 
-        Keys come first.
+        Key heads come before value heads.
         """
         width = self.block_tokens * self.model_config.head_dim
         return shaped(self.gathered, 2 * self.model_config.num_kv_heads, num_blocks, width)

@@ -1,6 +1,6 @@
 """Converts a step plan to the index arrays of one flat batch of tokens, decodes first.
 
-Everything here is arithmetic on whole arrays. The module also divides a batch into groups of
+Everything here is vectorised over whole arrays. The module also divides a batch into groups of
 decodes and tiles of prompts, because some attention code gathers KV by group or tile instead of
 reading KV pages in place.
 """
@@ -43,14 +43,14 @@ Bucket = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Runs (stretches of consecutive tokens of one prompt). Every array has one entry per run."""
+    """Runs of consecutive tokens, each from a single prompt. Every array has one entry per run."""
 
     first_rows: Ints
     """Row of each run's first token in the flat batch."""
     counts: Ints
     """Number of tokens in each run."""
     earlier: Ints
-    """Number of the sequence's tokens before each run."""
+    """Number of tokens that precede each run in its sequence."""
     prompts: Ints
     """Row of each run's block table in `PagedRows.prompt_tables`."""
 
@@ -86,7 +86,7 @@ class PagedRows:
     prompts: Spans
     """The prompts' chunks, one run per chunk."""
     tiles: Spans
-    """The same tokens as `prompts`, in runs of at most MAX_TILE_ROWS."""
+    """The tokens of `prompts`, split into runs of at most MAX_TILE_ROWS tokens."""
     prompt_tables: Ints
     """Block ids [prompts, width], padded like `decode_tables`."""
 
@@ -108,12 +108,12 @@ class ConvPlan:
     slots: Ints
     """Slot that holds the state before each chunk, or NO_SLOT if the chunk starts from zeros."""
     next_slots: Longs
-    """Slot for the state after each chunk, or NO_SLOT for padding. The step reads none of these."""
+    """Slot for the state after each chunk, or NO_SLOT for padding. The step never reads these."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step in the form that the model computes: one flat batch of token rows."""
+    """A step in the form that the model consumes: one flat batch of token rows."""
 
     num_tokens: int
     """Number of rows that hold tokens of the plan. All later rows are padding."""
@@ -229,7 +229,7 @@ class _Layout:
     num_decodes: int
     num_padding: int
     starts: Ints
-    """Number of the sequence's tokens before each chunk."""
+    """Number of tokens that precede each chunk in its sequence."""
     counts: Ints
     """Number of tokens in each chunk."""
     first_rows: Ints
@@ -363,7 +363,7 @@ class DecodeGroup:
     block_ids: Ints
     """Block tables [padded_rows, num_blocks]. Padding rows repeat the last row's table."""
     lengths: Ints
-    """Context length of each row, including the row's own token and the padding rows."""
+    """Context length of each row (padding rows too), including the row's own token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +374,7 @@ class PrefillTile:
     end: int
     padded_rows: int
     earlier: int
-    """Number of the sequence's tokens before the tile."""
+    """Number of tokens that precede the tile in its sequence."""
     block_ids: Ints
     """Block ids of the context up to the tile's last row, with padding."""
 
@@ -401,7 +401,7 @@ def decode_groups(
 
 
 def _num_similar(buckets: Sequence[int], block_tokens: int) -> int:
-    """Return how many of the first rows can share a group without much padding, at least 1."""
+    """Return how many leading rows can share a group without much padding. The minimum is 1."""
     waste = 0
     for index, own in enumerate(buckets):
         # Padding to the row's own bucket is needed in any group, so it does not count.
@@ -414,7 +414,7 @@ def _num_similar(buckets: Sequence[int], block_tokens: int) -> int:
 def prefill_tiles(
     rows: PagedRows, block_tokens: int, bucket: Bucket = context_bucket
 ) -> list[PrefillTile]:
-    """Split prompts into tiles small enough to compute all attention scores of a tile at once."""
+    """Split prompts into tiles small enough that all scores of a tile are computed at once."""
     spans = rows.prompts
     tiles = []
     columns = (spans.first_rows, spans.counts, spans.earlier)

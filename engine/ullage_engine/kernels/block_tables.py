@@ -25,7 +25,7 @@ class _Row:
 
 
 class BlockTables:
-    """Keeps a row of block ids for each sequence, so that each step only writes the new ids.
+    """Keeps a row of block ids for each sequence, so that each step writes only the new ids.
 
     A row is reused if the sequence's next chunk passes the same list object of block ids. Such a
     list only grows, and its entries never change (`Chunk.block_ids`). Any other list causes the

@@ -1,6 +1,6 @@
 """Batch-invariant matrix products and attention: a row's result does not depend on other rows.
 
-Libraries choose the summation order by the shape of the whole product, and this order affects
+Libraries choose the summation order based on the shape of the whole product, and the order affects
 rounding. A product of `UNIT_ROWS` rows therefore serves as the reference. A larger product is
 computed in one call only if a check on this machine has shown that, with these shapes and threads,
 the result is bit-identical to the reference. Otherwise it is computed a few rows at a time.
@@ -138,7 +138,7 @@ def fill_random(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
 def _both(
     products: RowProducts, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor
 ) -> torch.Tensor:
-    """Compute x @ weight and start + x @ weight, and return both stacked: [2, rows, out]."""
+    """Compute x @ weight and start + x @ weight. Return the two results stacked: [2, rows, out]."""
     out = start.repeat(2, x.shape[0], 1)
     products.multiply(x, weight, out[0])
     products.add(x, weight, out[1])
@@ -155,7 +155,7 @@ def _multiply_each_unit(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> 
 
 @dataclass(frozen=True, slots=True)
 class SplitWorkspace:
-    """Buffers of deterministic attention that the sequences of a step take turns using."""
+    """Buffers for deterministic attention that a step's sequences use one after another."""
 
     model_config: ModelConfig
     block_tokens: int

@@ -2,7 +2,7 @@
 
 Torch is built with a vector library. Each function of that library initialises itself in its first
 call, and this initialisation is not thread-safe. When two threads raced to make the first call,
-half of the tensor was wrong by 1.5e-4.
+half of the resulting tensor was off by 1.5e-4.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ _FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda x: F.log_softmax(x, dim=-1),
     lambda x: F.rms_norm(x, (x.shape[-1],)),
 )
-"""Torch functions that steps and calibrations call, and similar ones that later code may call."""
+"""Torch functions that steps and calibrations call, plus similar ones for future use."""
 
 
 def make_first_calls() -> None:

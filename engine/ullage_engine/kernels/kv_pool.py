@@ -24,9 +24,9 @@ LARGEST = 448.0
 
 MIN_EXPONENT = -15
 MAX_EXPONENT = 7
-"""Bounds of the scales' exponents.
+"""Limits on the scales' exponents.
 
-Within these bounds, float16 can represent every stored value and every scale.
+Within these limits, float16 can represent every stored value and every scale.
 """
 
 
@@ -39,7 +39,7 @@ reused.
 
 
 class _Bits(NamedTuple):
-    """Where the bits of an E4M3 code go in a wider floating-point type."""
+    """The positions of an E4M3 code's bits within a wider floating-point type."""
 
     integers: torch.dtype
     shift: int
@@ -90,7 +90,7 @@ def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.devic
 def narrow(numbers: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
     """Round values to float8 codes of the same shape. The values are overwritten.
 
-    A value that is too large for its scale becomes the largest code.
+    A value that is too large for its scale saturates to the largest code.
     """
     numbers.div_(scales).clamp_(-LARGEST, LARGEST)
     codes.view(torch.float8_e4m3fn).copy_(numbers)
@@ -154,7 +154,7 @@ class KVPool:
     """The device's KV cache for all sequences, in one allocation that is fully touched up front.
 
     Heads are the first dimension, so that gathering the blocks of one head yields a matrix. A model
-    with convolutions has one block more than `num_blocks`. That block is written but never read.
+    with convolutions has one more block than `num_blocks`, which is written but never read.
     """
 
     def __init__(
@@ -291,14 +291,14 @@ class HostPool:
         return self._slots.shape[0]
 
     def swap_out(self, block: int, slot: int) -> None:
-        """Copy a block to a host slot. Work queued on the device later may overwrite the block."""
+        """Copy a block to a host slot. Device work that is queued later may overwrite the block."""
         source = self._pool.blocks[:, block]
         if self._staging is not None:
             source = self._staging.copy_(source)
         self._slot(slot).copy_(source, non_blocking=True)
 
     def swap_in(self, slot: int, block: int) -> None:
-        """Copy a host slot to a block. Work queued on the device later sees the new contents."""
+        """Copy a host slot to a block. Device work that is queued later sees the new contents."""
         self._copy_in(slot, block, self._staging)
 
     def prefetch(self, pairs: Sequence[tuple[int, int]]) -> None:

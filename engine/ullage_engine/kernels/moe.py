@@ -1,9 +1,9 @@
 """The operations of a mixture of experts (MoE) around the experts' matmuls.
 
-They run before, between and after the matmuls. Each operation writes to memory that the caller
-passes, and none waits for the device. A pair is a token and one of its experts. Pairs are sorted by
-expert, so that the rows of each expert are consecutive. `places` holds the row of each pair after
-sorting.
+These operations run before, between and after the matmuls. Each one writes to memory that the
+caller passes, and none of them waits for the device. A pair is a token and one of its experts.
+Pairs are sorted by expert, so that the rows of each expert are consecutive. `places` holds the row
+of each pair after sorting.
 """
 
 import torch
@@ -18,7 +18,7 @@ SIGMOID_EPS = 1e-6
 """Epsilon that LFM2 adds to the sum of a token's expert weights before normalising them."""
 
 GATE_LIMIT = 7.0
-"""Clamping limit of gpt-oss's gate, see `clamped_gate`."""
+"""Clamping limit of gpt-oss's gate (see `clamped_gate`)."""
 
 GATE_SLOPE = 1.702
 """Slope of the sigmoid in gpt-oss's gate."""

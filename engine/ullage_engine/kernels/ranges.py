@@ -1,8 +1,8 @@
-"""Named ranges of a step for profilers: NVTX ranges for Nsight, or ranges of torch's profiler.
+"""Marks named ranges of a step for profilers: NVTX ranges for Nsight, or torch profiler ranges.
 
 The names are prefill, decode, sample, transfer (KV between device and host, activations between
-pipeline stages) and collective. By default there is no profiler, and every range is the same
-object, which does nothing.
+pipeline stages) and collective. By default there is no profiler, and every range is the same no-op
+object.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _Make = Callable[[str], AbstractContextManager[object]]
 
 
 class Ranges:
-    """Opens the profiling ranges of this process. Use it only on the thread that computes steps."""
+    """Opens this process's profiling ranges. Use it only on the thread that computes steps."""
 
     def __init__(self) -> None:
         self._off: AbstractContextManager[object] = nullcontext()
@@ -32,13 +32,13 @@ class Ranges:
         self._usual = self._make = torch.cuda.nvtx.range
 
     def to_profiler(self) -> None:
-        """Open ranges of torch's profiler until `restore` is called."""
+        """Open torch profiler ranges until `restore` is called."""
         from torch.profiler import record_function
 
         self._make = record_function
 
     def restore(self) -> None:
-        """Go back to the kind of ranges that was in use before `to_profiler`."""
+        """Revert to what was in use before `to_profiler`: NVTX ranges or no-op ranges."""
         self._make = self._usual
 
 

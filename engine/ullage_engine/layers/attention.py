@@ -96,7 +96,7 @@ class Attention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Interface of an attention backend: creates linear layers and prepares a step's attention."""
+    """Interface of attention backends. They create linear layers and prepare a step's attention."""
 
     def linear(self, rows: torch.Tensor) -> Linear:
         """Create an unquantised linear layer from `rows` [out, in], the layout of checkpoints."""
@@ -139,7 +139,7 @@ def _gathered_parts(
 
 
 class DefaultBackend:
-    """The default backend, for any device: unsplit matmuls, and attention over gathered pages."""
+    """The default backend, for any device: ordinary matmuls, and attention over gathered pages."""
 
     def __init__(
         self, model_config: ModelConfig, limits: StepLimits, arena: dict[str, torch.Tensor]
@@ -230,7 +230,7 @@ class DeterministicBackend:
         return None
 
     def _attended_shapes(self) -> list[tuple[int, int]]:
-        """Return (sequences, query rows per KV head) for every shape of attention matmul."""
+        """Return (sequences, query rows per KV head) for every possible attention matmul shape."""
         size = self._model_config.group_size
         limits = self._limits
         max_sequences = min(2 * limits.max_rows - 1, limits.max_gather_tokens // SPAN_TOKENS)
@@ -248,7 +248,7 @@ class DeterministicBackend:
 
 
 def can_page(model_config: ModelConfig, block_tokens: int, device: torch.device) -> bool:
-    """Return whether `PagedBackend` can compute a model on a device."""
+    """Return whether `PagedBackend` supports this model on this device."""
     return triton.runs_on(device) and triton.attends(model_config.head_dim, block_tokens)
 
 
@@ -324,7 +324,7 @@ class ForwardContext:
     def upload(self) -> None:
         """Copy all index arrays to the device.
 
-        Call this method after the last `indices` and before the first operation.
+        Call this method after the last call of `indices` and before the first operation.
         """
         if self._staging is not None:
             self._staging.upload()
@@ -356,7 +356,7 @@ def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
 
 
 class RotaryTables:
-    """Tables of cosine and sine for every position."""
+    """Cosine and sine tables with one row per position."""
 
     def __init__(self, model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Fill both tables, each of shape [positions, head_dim]."""
@@ -490,7 +490,7 @@ class AttentionStep:
         self._rotary.run(norms, eps, cache, self._slots[window])
 
     def attend(self, cache: LayerCache, window: int, sinks: torch.Tensor | None) -> None:
-        """Compute attention for a layer with this window size, and write it to `attended`."""
+        """Compute attention for a layer with this window size. Write the output to `attended`."""
         for attention in self._attentions[window]:
             attention.run(cache, sinks)
 

@@ -2,12 +2,12 @@
 
 Each layer computes x += mixer(norm(x)); x += feed_forward(norm(x)). `ModelConfig` defines which
 mixers and feed-forwards the layers have (`ullage_engine.model_config.registry`). In a group of
-ranks, each rank computes some consecutive layers, or a part of each layer.
+ranks, each rank computes a range of consecutive layers, a slice of each layer, or both.
 
 The scales of float8 KV come from the largest key and value that a layer can produce for any input.
 This bound follows from the layer's weights alone. A normalised row has a length of at most √hidden,
 so |w · (row * norm)| is at most √hidden |w * norm| (Cauchy and Schwarz). Real inputs stay below
-this bound by about the same factor √hidden, which takes 5 or 6 of the 14 powers of two between
+this bound by about the same factor √hidden, which costs 5 or 6 of the 14 powers of two between
 E4M3's smallest normal value and its largest. Scales from these bounds never saturate, keep the
 precision of floating point, and need no calibration text.
 """
@@ -120,7 +120,7 @@ def kv_bounds(
     limits: StepLimits,
     arena: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return upper bounds for each head's rotated keys, then its values: float32 [2 * kv_heads]."""
+    """Return upper bounds per head for rotated keys, then for values: float32 [2 * kv_heads]."""
     lengths = _lengths(layer, norm, model_config, limits, arena)
     return head_bounds(lengths, model_config, layer.k_norm, layer.qkv_bias)
 
@@ -331,7 +331,7 @@ class Decoder:
         hidden_in: torch.Tensor | None = None,
         layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Compute a prepared step. The result is the same as that of `forward`.
+        """Compute a prepared step, and return the same result as `forward`.
 
         With Triton kernels, the host reads no tensors unless the model has experts.
         """

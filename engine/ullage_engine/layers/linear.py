@@ -55,7 +55,7 @@ class Linear(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape (in, out) of the part that this rank computes."""
+        """Shape (in, out) of this rank's part of the layer."""
         ...
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class Dequantizer(Protocol):
 
 
 def dequant_rows(encoding: Encoding, itemsize: int) -> int:
-    """Return the number of rows that are dequantised at once (a panel), at least one."""
+    """Return the number of rows to dequantise at once (one panel), which is at least one."""
     rows, columns = encoding.shape
     return min(rows, max(1, PANEL_BYTES // (columns * itemsize)))
 
@@ -252,7 +252,7 @@ class Int8Linear:
             out[rows].add_(self._product(x[rows]))
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x @ weights of this layer in float32, in scratch memory."""
+        """Compute x @ weights of this layer into scratch memory, in float32."""
         count = x.shape[0]
         self._round(x)
         padded = max(count, self._least_rows)
@@ -356,7 +356,7 @@ def scratch_bytes(
     Args:
         encodings: encodings of all quantised matrices.
         itemsize: bytes per dequantised weight.
-        deterministic: whether matrices are dequantised as a whole, see `row_invariant_linear`.
+        deterministic: whether matrices are dequantised in full (see `row_invariant_linear`).
     """
     panels = 0
     halves = 0
@@ -485,12 +485,12 @@ class FusedQuantizedLinear:
 
 
 def has_kernel(encoding: Encoding, format: triton.Format) -> bool:
-    """Return whether a Triton kernel supports a matrix with these groups of weights per scale."""
+    """Return whether a Triton kernel supports this encoding's group size (weights per scale)."""
     return triton.takes_groups(format, encoding.shape[1], encoding.num_groups)
 
 
 class TiledEmbedding:
-    """An embedding that is stored in tiles, with lookup by token."""
+    """An embedding that is stored in tiles and looked up by token."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed

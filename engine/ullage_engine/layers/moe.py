@@ -1,8 +1,8 @@
 """The mixture of experts: hidden += Σ weight · down(gate(gate_up x)), over a token's experts.
 
-The linear layers of experts hold one matrix per expert. They multiply by one matrix after another,
-by all matrices in one grouped matmul, or, for a few tokens, only by the matrices of their chosen
-experts.
+The linear layers hold one matrix per expert. Depending on the implementation, a call multiplies by
+one matrix after another or by all matrices in one grouped matmul. For a few tokens, it may multiply
+only by the matrices of their chosen experts.
 
 MXFP4, in which gpt-oss stores its experts, has 4 bits per element and 8 bits for the scale of each
 group of 32. An element has 1 sign bit, 2 exponent bits and 1 mantissa bit. A scale is the power of
@@ -51,7 +51,7 @@ PANEL_COLUMNS = 16
 """Minimum number of columns in a panel. The number of columns is always a multiple of this."""
 
 FEW_PAIRS = 4
-"""Number of (token, expert) pairs up to which a CPU multiplies each pair separately.
+"""Maximum number of (token, expert) pairs that a CPU multiplies one by one.
 
 A single token has this many pairs. With two tokens, an expert that both chose would be read twice.
 The command `python -m benchmarks experts` measures this.
@@ -63,14 +63,14 @@ EXPERT_KERNELS: dict[Format, triton.Format] = {
     "fp8": "fp8",
     "w8a8": "int8",
 }
-"""The Triton kernels' format for each format of expert weights.
+"""The format that Triton kernels use for each format of expert weights.
 
 With w8a8, activations are not rounded here. Each expert has few rows, so the gain comes from
 reading smaller weights.
 """
 
 _WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
-"""Integer type as wide as two elements."""
+"""Integer dtype as wide as two elements, keyed by the elements' dtype."""
 
 GatedActivation = Callable[[torch.Tensor, torch.Tensor], None]
 """Function that computes the gated activation of gate_up [rows, 2 * width] into out [rows, width].
@@ -87,7 +87,7 @@ class ExpertLinears(Protocol):
 
     @property
     def few_pairs(self) -> int:
-        """Maximum number of pairs for which `forward_each` is faster than sorting and `forward`."""
+        """Maximum number of pairs for which `forward_each` beats sorting followed by `forward`."""
         ...
 
     @property
@@ -119,7 +119,7 @@ class ExpertLinears(Protocol):
 
 
 class LoopedExperts:
-    """Linear layers of any kind, computed one expert after another.
+    """Expert linear layers of any type, computed one expert after another.
 
     On a CPU, an expert's row count is rounded up to a size for which matmuls are prepared, so the
     matmul also covers rows of the next expert. Those rows hold wrong results until the next
@@ -193,7 +193,7 @@ class GroupedExperts(LoopedExperts):
 
 @dataclass(frozen=True, slots=True)
 class PickedExperts:
-    """Linear layers with one implementation for a few pairs and another for sorted pairs."""
+    """Expert linear layers with separate implementations for a few pairs and for sorted pairs."""
 
     few: ExpertLinears
     many: ExpertLinears
@@ -256,7 +256,7 @@ def picked_experts(packed: Packed, count: int) -> ExpertLinears | None:
         count: number of experts.
 
     Returns:
-        The layers, or None if no kernel supports these groups of scales.
+        The layers, or None if no kernel supports this group size.
     """
     format = EXPERT_KERNELS[packed.encoding.format]
     if not has_kernel(packed.encoding, format):

@@ -4,7 +4,7 @@ This decoder computes the same model as `ullage_engine.layers.decoder.Decoder`. 
 float32, and activations are rounded to int8 before each matmul with quantised weights. The decoder
 is batch-invariant: a row's results depend only on its own sequence.
 
-In the KV cache, a block of keys has the layout [head_dim, tokens], which no other decoder reads.
+In the KV cache, a block of keys has the layout [head_dim, tokens], which no other decoder can read.
 """
 
 import ctypes
@@ -283,7 +283,7 @@ class NativeDecoder:
         return shaped(self._arena["hidden"], num_rows, self._config.hidden)
 
     def _rotary_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables of cosine and sine [positions, head_dim / 2] in the arena."""
+        """Return the arena's cosine and sine tables, each [positions, head_dim / 2]."""
         positions = self._limits.max_model_len
         half = self._config.head_dim // 2
         cos = shaped(self._arena["cos"], positions, half)

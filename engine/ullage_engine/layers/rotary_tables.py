@@ -5,8 +5,8 @@ that models get the position embeddings they were trained with. Each rounding is
 value. The cosine and sine of an angle are computed in float64 and rounded once.
 
 The results depend only on additions, products and comparisons, which IEEE 754 defines exactly. The
-vector functions of torch and numpy differ between processors, and torch's results have been wrong
-by 1.5e-4 on one of two threads at the first call in a process.
+vector functions of torch and numpy differ between processors, and torch's results have been off by
+1.5e-4 on one of two threads in the first call of a process.
 
 The reduction to a quarter turn and both polynomials are taken from fdlibm (Sun Microsystems, 1993).
 """
@@ -75,7 +75,7 @@ def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def fill_half_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Fill half tables for every position, [positions, head_dim / 2], with no negated values."""
+    """Fill half tables for every position, [positions, head_dim / 2]. No values are negated."""
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
         cos[rows] = cosine
         sin[rows] = sine
@@ -84,8 +84,8 @@ def fill_half_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Te
 def different_table(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> str:
     """Recompute both tables. Return "cos" or "sin" if that table in memory differs, otherwise "".
 
-    For tables [positions, head_dim], only the second half is compared. Half tables are compared in
-    full.
+    For full tables [positions, head_dim], only the second half of each row is compared. Half tables
+    are compared in full.
     """
     half = model_config.head_dim // 2
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):

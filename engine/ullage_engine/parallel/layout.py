@@ -45,7 +45,10 @@ def _is_within(limits: Sequence[tuple[Criterion, float]], run: tuple[int, int, i
 def _least_largest(
     count: int, parts: int, criterion: Criterion, limits: Sequence[tuple[Criterion, float]]
 ) -> float:
-    """Return the lowest achievable maximum cost per run under one criterion, within the limits."""
+    """Return the lowest achievable maximum cost of a run under one criterion.
+
+    Every run must also stay within the limits on its cost under the other criteria.
+    """
 
     @cache
     def best(index: int, start: int) -> float:
@@ -130,7 +133,7 @@ class RankLayout:
         return rank % self.tensor
 
     def rank(self, stage: int, tensor_rank: int) -> int:
-        """Return the rank at an index within a stage."""
+        """Return the number of the rank at an index within a stage."""
         return stage * self.tensor + tensor_rank
 
     def is_first(self, rank: int) -> bool:
@@ -213,7 +216,11 @@ def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
 
 
 def query_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
-    """Return a rank's query heads: all or, if ranks share a KV head, some of those that use it."""
+    """Return the query heads that a rank computes.
+
+    These are all query heads of the rank's KV heads. If several ranks hold copies of a KV head, its
+    query heads are divided among them.
+    """
     if layout.tensor > model_config.num_kv_heads:
         return share(model_config.num_heads, layout.tensor, layout.tensor_rank(rank))
     held = kv_heads(model_config, layout, rank)
@@ -239,7 +246,7 @@ def rank_layers(model_config: ModelConfig, layout: RankLayout, rank: int) -> Sha
 
 
 def rank_model_config(model_config: ModelConfig, layout: RankLayout, rank: int) -> ModelConfig:
-    """Return the configuration of the part of a model that one rank computes."""
+    """Return the configuration of one rank's part of a model."""
     layers = rank_layers(model_config, layout, rank)
 
     def part(count: int) -> int:
@@ -301,7 +308,7 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
-    """Return a layer's number of parameters: all of them, or only those active per token."""
+    """Return a layer's parameter count: all parameters, or only those active per token."""
     hidden = model_config.hidden
     width = model_config.intermediate
     experts = model_config.experts

@@ -35,7 +35,7 @@ for one of them.
 
 
 class RankGroup:
-    """One rank's view of its process group. Create it once per process, and end it with `close`."""
+    """One rank's view of its process group. Create one per process, and `close` it at the end."""
 
     def __init__(
         self, layout: RankLayout, rank: int, store: Path, device: torch.device, timeout_s: float
@@ -96,7 +96,7 @@ class RankGroup:
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Create groups. Return the one that this rank belongs to, or None."""
+        """Create these process groups. Return the one that this rank belongs to, or None."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)
@@ -186,7 +186,7 @@ class StepTransfers:
 
 
 class PipelineRank:
-    """One rank's part in its group's work: micro-batches, transfers and sums.
+    """One rank's share of the group's work: micro-batches, transfers and sums.
 
     Buffers are allocated once. On CUDA, transfers overlap with computation. They are launched on a
     separate stream, and NCCL makes the compute stream wait for the hidden states it needs.
@@ -256,7 +256,7 @@ class PipelineRank:
         )
 
     def transfers(self, rows: Sequence[int]) -> StepTransfers:
-        """Start the transfers of a step whose micro-batches have these numbers of rows."""
+        """Start the transfers of a step whose micro-batches have these row counts."""
         received = self._parts(self._received, rows)
         sent = self._parts(self._sent, rows)
         return StepTransfers(self._group, received, sent, self._stream)
@@ -315,7 +315,7 @@ def micro_batches(
 
 
 def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> None:
-    """Distribute chunks over batches in order, splitting chunks so that batches become equal."""
+    """Distribute chunks across batches in order, splitting chunks to even out batch sizes."""
     remaining = sum(len(chunk.token_ids) for chunk in chunks)
     index = -1
     room = 0
@@ -352,7 +352,7 @@ def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
 
 
 def in_plan_order(plan: StepPlan, tokens: Sequence[SampledToken]) -> list[SampledToken]:
-    """Return the tokens of all micro-batches in the order of the plan's chunks."""
+    """Return sampled tokens from all micro-batches in the order of the plan's chunks."""
     by_request: dict[str, list[SampledToken]] = {}
     for token in tokens:
         by_request.setdefault(token.request_id, []).append(token)

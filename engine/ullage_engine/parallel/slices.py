@@ -1,4 +1,4 @@
-"""The part of each prepared tensor that a rank holds, by the tensor's name.
+"""Determines, by name, which part of each prepared tensor a rank holds.
 
 Column-parallel matrices (qkv, gate_up, conv_in) are split along their outputs, by heads or
 channels. Row-parallel matrices (output, down, conv_out) are split along the matching inputs, so
@@ -39,12 +39,12 @@ ADDED_ONCE = ("experts_down_bias",)
 
 ROWS = -2
 COLUMNS = -1
-"""Axes of matrices [..., out, in]. A vector's only axis is `COLUMNS`."""
+"""The axes of matrices are `ROWS` and `COLUMNS`: [..., out, in]. A vector only has `COLUMNS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The index ranges that a rank holds along one axis. Without ranges, it holds everything."""
+    """The index ranges that a rank holds along one axis. No ranges means the whole tensor."""
 
     axis: int
     runs: tuple[Share, ...]
@@ -152,7 +152,7 @@ def check_groups(
     """Check that ranks never split a group of packed values in a quantised matrix.
 
     Raises:
-        LayoutError: a rank would get a part of a group.
+        LayoutError: a rank would get only part of a group.
     """
     broken = next(_broken_groups(model_config, encodings, layout), None)
     if broken is None:

@@ -81,7 +81,7 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_scaled_by_row(self) -> bool:
-        """Whether each row has a single scale, in a format that allows any number of columns."""
+        """Whether each row has a single scale, in a format that allows any group size."""
         is_any_group = self.format != "mxfp4" and not self.is_tiled
         return is_any_group and self.num_groups == 1
 
@@ -224,7 +224,7 @@ class Piece(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A matrix as it is stored: several packed tensors."""
+    """A matrix in its stored form, as one or more packed tensors."""
 
     encoding: Encoding
     pieces: dict[str, torch.Tensor]
@@ -275,7 +275,7 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
 
 
 def piece_of(encoding: Encoding, name: str) -> Piece:
-    """Return the description from `pieces_of` with this name.
+    """Return the `Piece` with this name from `pieces_of`.
 
     Its dtype may differ from the stored dtype.
     """

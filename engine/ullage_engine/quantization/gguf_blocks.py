@@ -8,13 +8,14 @@ Blocks of 32 values:
 
 * Q4_0 has a float16 scale, and Q4_1 also has a float16 minimum. Four-bit codes follow, as in
   `formats`.
-* Q5_0 and Q5_1 also have the fifth bits in four bytes before the four-bit halves.
+* Q5_0 and Q5_1 also store each code's fifth bit, in four bytes before the four-bit halves.
 * Q8_0 has a float16 scale and signed bytes.
 
 Blocks of 256 values:
 
-* Q4_K and Q5_K have two float16 factors, of eight scales and eight minimums of six bits each.
-* Q6_K has sixteen scales, which are signed bytes, and their float16 factor at the end.
+* Q4_K and Q5_K have two float16 factors: one for eight 6-bit scales and one for eight 6-bit
+  minimums.
+* Q6_K has sixteen scales, which are signed bytes, followed by one float16 factor for all of them.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _split(packed: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Split the last dimension into dimensions of these sizes."""
+    """Reshape the last dimension into several dimensions of these sizes."""
     return packed.reshape(*packed.shape[:-1], *sizes)
 
 
@@ -66,7 +67,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _centred(codes: torch.Tensor, middle: int) -> torch.Tensor:
-    """Shift unsigned codes to values around 0, which keeps zeros and their rounding small."""
+    """Centre unsigned codes on 0, which keeps zero offsets and their rounding errors small."""
     return codes.to(torch.int16).sub_(middle).to(torch.int8)
 
 
@@ -159,7 +160,7 @@ _KINDS = {
 
 
 def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
-    """Return the encoding for a matrix of blocks of this kind, or None if it is unsupported."""
+    """Return the encoding for a matrix in this block type, or None if the type is unsupported."""
     layout = _KINDS.get(kind)
     if layout is None:
         return None
@@ -167,7 +168,7 @@ def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
 
 
 def read_blocks(data: npt.NDArray[np.uint8], kind: str) -> Quantized:
-    """Convert a matrix of blocks of one kind, given the bytes of its rows [out, bytes]."""
+    """Convert a matrix stored in blocks of one type, given its rows as bytes [out, bytes]."""
     layout = _KINDS[kind]
     blocks = torch.from_numpy(np.array(data)).view(data.shape[0], -1, layout.num_bytes)
     groups = layout.read(blocks)

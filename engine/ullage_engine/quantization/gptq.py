@@ -3,9 +3,9 @@
 Over all inputs x of a matrix W, rounding it to Q costs Σ |(W - Q) x|², which is the trace of (W -
 Q) G (W - Q)ᵀ with the Gram matrix G = Σ x xᵀ. Columns are rounded one after another, and the
 columns that are not rounded yet compensate for the error (Frantar et al. 2022, arXiv:2210.17323).
-The scales and zeros of groups are chosen up front, from all weights of a group, with each error
-weighted by the mean square of its input. Columns can therefore be rounded in any order, and those
-with the largest inputs go first.
+Each group's scale and zero are chosen up front from all of its weights, with each error weighted by
+the mean square of its input. Columns can therefore be rounded in any order, and those with the
+largest inputs go first.
 
 Rows are rounded independently of each other.
 """
@@ -26,7 +26,7 @@ from ullage_engine.quantization.formats import (
 DAMPING = 0.01
 """Fraction of the Gram matrix's mean diagonal that is added to its diagonal.
 
-This gives inputs that did not occur in calibration a small weight, too.
+As a result, inputs that did not occur in calibration still get a small weight.
 """
 
 RATIOS = (1.0, 0.85)
@@ -44,7 +44,7 @@ ROW_ELEMENTS = 1 << 24
 _LOW = MIN_VALUE["int4"]
 _HIGH = MAX_VALUE["int4"]
 _LEAST = 1e-9
-"""Lower bound that avoids zeros in error weights and in the spread and scale of a regression."""
+"""Lower bound that keeps error weights, and the spread and scale of a regression, above zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +146,8 @@ class _Fit:
 def rounding_operations(rows: int, columns: int) -> float:
     """Estimate the number of floating-point operations in `quantise_calibrated`.
 
-    On average, half of the columns compensate for each column's errors. The calibrated rounding is
-    compared with rounding to nearest, and three matrices are factored.
+    On average, half of the columns compensate for each column's errors. The estimate also includes
+    the comparison with rounding to nearest and the factorisation of three matrices.
     """
     return columns**2 * (3.0 * rows + 2.0 * columns)
 
@@ -179,7 +179,7 @@ def quantise_calibrated(
         gram: Σ x xᵀ over inputs, or any multiple of it, float32 [in, in].
         group: number of columns per group.
         dtype: stored dtype of scales and zeros.
-        report: called after each slice of rows. A slice takes seconds.
+        report: called after each slice of rows, which takes seconds.
     """
     if not gram.isfinite().all():
         gram = torch.eye(len(gram), device=gram.device)

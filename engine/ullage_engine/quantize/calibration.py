@@ -5,11 +5,11 @@ when the text first reaches it (`ullage_engine.quantization.gptq`), and from the
 its rounded weights, so that later matrices can compensate for the errors of earlier ones. Only one
 layer is in memory at a time, along with the text's hidden states.
 
-A single expert sees only a small part of the text, so all experts of a layer are rounded for the
-inputs of all of them. The second matrices of experts (`experts_down`) have unrelated inputs, so
-each is rounded to nearest, with groups that are fitted to the mean squares of its inputs. Experts
-are rounded after the text has passed through their layer, so the next layer gets their unrounded
-results.
+A single expert sees only a small part of the text, so each expert is rounded for the combined
+inputs of all experts in its layer. The second matrices of experts (`experts_down`) have unrelated
+inputs, so each is rounded to nearest, with groups that are fitted to the mean squares of its
+inputs. Experts are rounded after the text has passed through their layer, so the next layer gets
+their unrounded results.
 
 Every pod that rounds weights at load repeats the calibration before it becomes ready. If the
 calibration would take too much time or memory on a device, the pod rounds weights to nearest
@@ -77,14 +77,15 @@ class Cost:
 AT_LOAD = {"cpu": Cost(12e12, 1 << 30), "cuda": Cost(2e15, 16 << 30)}
 """Maximum cost of a calibration that a pod performs before it is ready, by device type.
 
-On a CPU, the limits are about two minutes on two cores (at 50 G operations per second and core),
+On a CPU, the limits are about two minutes on two cores (at 50 G operations per second per core),
 and the memory that pods request on top of their weights. The cost on a GPU has not been measured.
 """
 
 KEPT_BYTES = 256 << 20
 """Size in bytes of the matmul workspaces and of the memory that the allocator retains.
 
-Without it, estimates for models of 135M and 1B parameters were this far below the measured peak.
+Without this allowance, estimates for models of 135M and 1B parameters were this far below the
+measured peak.
 """
 
 COST = "which may cost a fifth of the perplexity"
@@ -101,7 +102,7 @@ class Int4Calibration:
 
     text: Path = TEXT
     max_tokens: int = 16_384
-    """Maximum number of tokens of the text that are read."""
+    """Maximum number of tokens to read from the text."""
     is_at_load: bool = False
     """Whether a pod waits for this calibration. If so, `AT_LOAD` limits its cost."""
 
@@ -231,7 +232,7 @@ def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
 
 
 def _log_begin(prepared: Sequence[PreparedTensor], num_tokens: int) -> None:
-    """Log that calibration starts, and which matrices it leaves out."""
+    """Log that calibration is starting, and which matrices it skips."""
     log.info("int4: calibrating with %d tokens", num_tokens)
     if any(each.is_calibrated and _is_of_experts_down(each) for each in prepared):
         log.info(
@@ -298,7 +299,7 @@ class LayerCalibration:
 
     @torch.inference_mode()
     def __call__(self, prepared: Sequence[PreparedTensor]) -> Mapping[str, Quantized]:
-        """Round the matrices of the next layer.
+        """Round the next layer's matrices.
 
         Args:
             prepared: all tensors of the layer.

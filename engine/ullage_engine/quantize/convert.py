@@ -158,7 +158,7 @@ class ModelDirectory:
             shutil.copytree(source / TEMPLATE_FOLDER, self._folder / TEMPLATE_FOLDER)
 
     def _write_described_tokenizer(self, tokenizer: ModelTokenizer) -> None:
-        """Write the tokenizer of a GGUF file as the separate files that a model directory has."""
+        """Write a GGUF file's tokenizer as the separate files that model directories use."""
         (self._folder / "tokenizer.json").write_bytes(tokenizer.json_bytes)
         config: Json = dict(tokenizer.special_tokens)
         if tokenizer.chat_template:
@@ -179,7 +179,7 @@ class ModelDirectory:
 
 
 def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
-    """Add a BOS token to a chat template that relies on the tokenizer to add it.
+    """Add a BOS token to a chat template that relies on the tokenizer for it.
 
     When a model is loaded from a directory, only the chat template adds BOS tokens to chats.
     """
@@ -193,7 +193,7 @@ def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
 def unfinished_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder next to the output, and remove it at the end.
 
-    The remains of a run that was killed are also removed.
+    Leftovers of a run that was killed are also removed.
 
     Raises:
         WeightsError: another run is writing the same output.
@@ -304,7 +304,7 @@ def convert(conversion: Conversion, progress: Progress) -> int:
 
 
 def _publish(folder: Path, output: Path) -> None:
-    """Move the files to the output folder, and make them readable for all users."""
+    """Move the files to the output folder, and make them readable by all users."""
     output.mkdir(exist_ok=True)
     for file in folder.iterdir():
         file.chmod(0o644)
@@ -401,7 +401,11 @@ def _write(
 def _rounded(
     conversion: Conversion, files: ModelFiles, reader: CheckpointReader, plans: list[TensorPlan]
 ) -> Iterator[tuple[TensorPlan, Quantized | None]]:
-    """Yield all tensor plans in order, each with its calibrated int4 matrix or None."""
+    """Yield each tensor's plan, in order, with its calibrated int4 matrix or None.
+
+    A tensor's plan says which parts of the checkpoint it is read from. The matrix is None if the
+    tensor is not calibrated.
+    """
     if conversion.format != "int4":
         yield from ((plan, None) for plan in plans)
         return
@@ -512,7 +516,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def ended_by_exit() -> Iterator[None]:
-    """Exit through SystemExit on SIGTERM, so that unfinished files are removed."""
+    """Raise SystemExit on SIGTERM within the `with` block, so that unfinished files are removed."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -525,7 +529,7 @@ def ended_by_exit() -> Iterator[None]:
 
 
 def reporter() -> Progress:
-    """Return a function that prints the progress of a stage, at most once a second."""
+    """Return a callback that prints a stage's progress at most once a second."""
     last = 0.0
 
     def report(stage: str, done: int, total: int) -> None:

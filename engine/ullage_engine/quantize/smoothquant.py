@@ -88,12 +88,12 @@ WINDOW = 512
 """Number of tokens of the calibration text that are computed at once."""
 
 FED_BY = {"qkv": "mixer_norm", "conv_in": "mixer_norm", "gate_up": "mlp_norm"}
-"""The norm that produces each matrix's input, by the matrix's name."""
+"""The norm that produces each matrix's input, keyed by matrix name."""
 
 _LEAST = 1e-5
 
 Maxima = dict[str, torch.Tensor]
-"""Largest |activation| of each input channel of a matrix, float32 [in], by the matrix's name."""
+"""Largest |activation| of each of a matrix's input channels, float32 [in], keyed by matrix name."""
 
 
 class ActivationRecorder:

@@ -1,4 +1,4 @@
-"""The batch sampler for GPUs: one copy uploads all parameters, and another downloads all tokens.
+"""Batch sampler for GPUs: one copy uploads all parameters, and another downloads all tokens.
 
 Sampling has three phases, so that a caller can do other work in between. `plan_sampling` runs on
 the host. `enqueue` launches all GPU work without reading any results. `SampledBatch.read` waits for

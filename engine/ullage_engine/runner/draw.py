@@ -33,7 +33,7 @@ BLOCK = 128
 """Number of neighbouring tokens per block. Weights are summed by block before cumulative sums."""
 
 UNSETTLED = -2
-"""Stands in for the token if a row's filters keep more tokens than there are candidates.
+"""Placeholder for the token if a row's filters keep more tokens than there are candidates.
 
 Such a row is drawn again.
 """
@@ -309,7 +309,7 @@ def _draw_of_candidates(
     on_device: Mapping[str, torch.Tensor],
     vocab: int,
 ) -> torch.Tensor:
-    """Draw from those sorted candidates that pass the filters.
+    """Draw one of the sorted candidates that pass the filters.
 
     `mass` is the total weight of the whole row.
     """

@@ -54,7 +54,7 @@ class TokenCounts:
 
 
 class PenaltyCounts:
-    """Caches the token counts of the most recently used requests that have penalties."""
+    """Caches token counts for the most recently used requests with penalties."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -151,7 +151,7 @@ def _tokens_of(
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """The edits of a batch, as arrays in which the index of a logit is row * vocab + token."""
+    """A batch's edits, as arrays in which logits are indexed by row * vocab + token."""
 
     arrays: HostArrays
     """Arrays to upload with the batch's other parameters. Empty if nothing is edited."""

@@ -71,7 +71,7 @@ Wrap = Callable[[str, Linear], Linear]
 """Function that takes a linear layer and its name, and returns a replacement layer."""
 
 WrapExperts = Callable[[str, ExpertLinears], ExpertLinears]
-"""Function like `Wrap`, but for the linear layers of experts."""
+"""Like `Wrap`, but for experts' linear layers."""
 
 _Computed = tuple[list[Chunk], torch.Tensor, list[int] | None]
 """Chunks to sample, their logits, and each chunk's likeliest token if that is already known."""
@@ -157,7 +157,7 @@ class ModelRunner:
 
     @property
     def num_graphs(self) -> int:
-        """Number of captured decode steps."""
+        """Number of decode steps captured as CUDA graphs."""
         return len(self._graphs) if self._graphs is not None else 0
 
     @property
@@ -200,7 +200,7 @@ class ModelRunner:
         return state_slots(self._limits.max_rows) * state_bytes + self._scratch_bytes
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Return how many bytes were actually allocated, keyed by the name of the reservation."""
+        """Return how many bytes were actually allocated, keyed by reservation name."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
             "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
@@ -254,12 +254,13 @@ class ModelRunner:
     def allocate_kv(
         self, num_blocks: int, num_host_slots: int = 0, shared: torch.Tensor | None = None
     ) -> None:
-        """Allocate the KV pool and the host's slots, and touch every page.
+        """Allocate the KV pool and the host slots, and touch every page.
 
         Args:
-            num_blocks: blocks of the KV pool, numbered from 0.
-            num_host_slots: slots of the host, numbered from 0.
-            shared: slots of the host tier, numbered after the host's own slots. See `HostPool`.
+            num_blocks: number of blocks in the KV pool, with IDs from 0.
+            num_host_slots: number of host slots to allocate, with IDs from 0.
+            shared: memory of the host tier, whose slots are numbered after the allocated ones. See
+                `HostPool`.
         """
         # The old pool is freed before its successor is allocated, so that memory never holds both.
         # Graphs hold pointers into the old pool, so they go with it.
@@ -452,7 +453,7 @@ class ModelRunner:
             yield chunks, logits
 
     def _computed(self, plan: StepPlan) -> Iterator[_Computed]:
-        """Compute a step's micro-batches, and yield the results of each one that is sampled."""
+        """Compute a step's micro-batches. Yield the results of those that this rank samples."""
         self._clear_begun_blocks(plan)
         parts = self._rank.split(plan)
         transfers = self._rank.transfers([part.num_tokens for part in parts])
@@ -493,10 +494,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
-        """Copy whole KV blocks of all layers: to the host, from the host, then on the device.
+        """Copy whole KV blocks of all layers: to the host, from the host, then within the device.
 
-        No memory is allocated. Later steps see the result, except that prefetched blocks may only
-        arrive by the end of the next step.
+        No memory is allocated. Later steps see the result, except that prefetched blocks may not
+        arrive until the end of the next step.
         """
         assert self._host is not None, "allocate_kv comes first"
         self._finish_prefetch()
@@ -631,7 +632,7 @@ class ModelRunner:
         return self._sampled(batch)
 
     def _replay(self, batch: StepBatch) -> bool:
-        """Replay the graph that computes a batch up to its logits. Return whether it exists."""
+        """Replay the graph that computes a batch's logits. Return False if there is none."""
         replay = self._graphs.find(batch) if self._graphs else None
         if replay is None:
             return False

@@ -40,17 +40,17 @@ def sample(
     """Sample a token for each row of logits.
 
     A row with NaN or infinite logits gets `NO_TOKEN`, because such logits come from damaged weights
-    or a faulty kernel. A row whose tokens are all ruled out gets `NOTHING_ALLOWED`.
+    or a faulty kernel. If all of a row's tokens are ruled out, it gets `NOTHING_ALLOWED`.
 
     Args:
         logits: float32 [rows, vocab], which are overwritten.
         chunks: chunk of each row.
-        counts: token counts from the requests' earlier steps. None to count the histories again.
+        counts: token counts from the requests' earlier steps. None to recount the histories.
         likeliest: likeliest token of each row (the first one if tied), or -1 if a logit is not
-            finite. None to compute the tokens.
+            finite. None if it is not known yet.
         team: threads of the C++ library, which choose tokens on a CPU. None if torch chooses.
-        computed: the same logits in any type, which are not changed. Only GPUs read them. None to
-            copy the logits.
+        computed: the same logits in any dtype, which are not changed. Used only on GPUs. None to
+            make a copy of `logits`.
     """
     counts = counts or PenaltyCounts(len(chunks))
     if logits.device.type != "cpu":
@@ -191,7 +191,10 @@ def _likeliest_ids(logits: torch.Tensor) -> list[int]:
 def _draw_rows(
     logits: torch.Tensor, rows: Sequence[Row], indices: list[int], width: int
 ) -> dict[int, int]:
-    """Draw a token, or `UNSETTLED`, for each of these rows. Return the tokens by row index."""
+    """Draw a token for each of these rows, and return the tokens by row index.
+
+    A token is `UNSETTLED` if the row's filters keep more tokens than there are candidates.
+    """
     tokens: dict[int, int] = {}
     for start in range(0, len(indices), SORT_ROWS):
         batch = indices[start : start + SORT_ROWS]

@@ -24,12 +24,12 @@ NewCapture = Callable[[], Capture]
 WIDTH_RATIO = 4
 """Ratio between successive block table widths.
 
-If a table is wider than necessary, decodes compute empty splits. On the other hand, each additional
-width takes additional graphs at startup.
+If a table is wider than necessary, decodes waste time on empty splits. On the other hand, each
+additional width means more graphs to capture at startup.
 """
 
 LEAST_WIDTH = 64
-"""Number of blocks in the narrowest block table: 1,024 tokens of context with 16 per block."""
+"""Width of the narrowest block table: 64 blocks of 16 tokens hold 1,024 tokens of context."""
 
 
 class CudaCapture:
@@ -82,7 +82,9 @@ class StepGraphs:
         self._replays[_key(batch)] = self._capture(action)
 
     def find(self, batch: StepBatch) -> Action | None:
-        """Return the replay that computes a batch once its indices are uploaded, or None.
+        """Return the function that replays this batch's graph, or None if there is no such graph.
+
+        Upload the batch's indices before replaying the graph.
 
         Graphs only exist for steps that consist of decodes and sample every row.
         """
@@ -92,7 +94,7 @@ class StepGraphs:
         return self._replays.get(_key(batch))
 
     def clear(self) -> None:
-        """Free all graphs, because the addresses they use are no longer valid."""
+        """Free all graphs. Call this when the addresses they use are no longer valid."""
         self._replays.clear()
         self._capture = None
 

@@ -1,7 +1,7 @@
 """Step plans for the warm-up and for the probe.
 
-The warm-up runs every matmul shape that can occur, and the largest steps. The probe is a few fixed
-steps whose results prove that the started engine computes correctly.
+The warm-up runs every matmul shape that can occur, as well as the largest steps. The probe is a few
+fixed steps whose results prove that the started engine computes correctly.
 """
 
 from collections.abc import Callable, Iterator

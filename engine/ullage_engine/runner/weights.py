@@ -125,7 +125,7 @@ def model_weights(
 
 
 def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
-    """Yield the encoding of each matrix as it is multiplied, with experts counted one by one."""
+    """Yield the encoding that each matmul reads, which for stacked experts covers one expert."""
     for name, encoding in loaded.encodings.items():
         rows, columns = encoding.shape
         if ".experts_" in name:

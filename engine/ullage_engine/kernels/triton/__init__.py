@@ -1,6 +1,6 @@
 """Triton kernels for NVIDIA GPUs.
 
-Importing this package does not import Triton. Its functions import Triton when they need it.
+Importing this package does not import Triton. Its functions import Triton only when called.
 """
 
 import importlib.util
@@ -89,7 +89,7 @@ class PagedWorkspace:
 
 
 Put = Callable[[Indices], torch.Tensor]
-"""A function that returns the device tensor for an index array, see
+"""A function that returns the device tensor for an index array, such as
 `kernels.staging.Staging.put`."""
 
 

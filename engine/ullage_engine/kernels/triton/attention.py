@@ -5,8 +5,8 @@ context. Splits are merged using the logarithms of their softmax sums. The grid 
 shapes. Lengths and block tables are read on the device, so a captured CUDA graph works for every
 context length that fits in its block tables.
 
-For prefill, each program handles some tokens of a tile for all query heads of one KV head, so that
-pages are read once for all of these heads. One launch computes all tiles of a step.
+For prefill, each program handles a subset of a tile's tokens for all query heads of one KV head, so
+that pages are read once for all of these heads. One launch computes all tiles of a step.
 
 The inner loop runs a block of queries over consecutive pages of one sequence, with an online
 softmax in base 2 (Milakov and Gimelshein, 2018). The state of a row has three parts: the highest
@@ -63,7 +63,7 @@ def attend(
     MASKED: tl.constexpr,  # else every row sees all of begin to end, a multiple of SPAN
     FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Extend the online softmax over the positions from `begin` to `end`."""
+    """Extend the online softmax state with positions `begin` to `end`."""
     dims = tl.arange(0, HEAD_DIM)
     for start in range(begin, end, SPAN):
         positions = start + tl.arange(0, SPAN)
@@ -161,7 +161,7 @@ def own_share(
 ) -> tl.tensor:
     """Return the positions (begin, end) of one split of the context from `base` to `length`.
 
-    Splits begin at multiples of SPAN after `base`.
+    Each split begins a multiple of SPAN positions after `base`.
     """
     share = tl.cdiv(tl.cdiv(length - base, SPAN), splits) * SPAN
     begin = base + split * share

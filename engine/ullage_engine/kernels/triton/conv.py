@@ -1,4 +1,4 @@
-"""LFM2's gated short convolution: one launch computes a step and the states after the step.
+"""LFM2's gated short convolution: one launch computes a step's output and the resulting states.
 
 The result is y = C * sum over j of weight[j] * (B * u)[row of tap j]. Each tap reads either a row
 of the step or a column of a sequence's state. The products B * u are rounded to the states' dtype,
@@ -27,7 +27,7 @@ def column_at(
     channels: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return some channels of one column of B * u, read from a row of the step or from a state."""
+    """Return a block of channels of one column of B * u, from a row of the step or from a state."""
     is_row = index < tokens
     row = projected + index.to(tl.int64) * 3 * channels + channel
     is_given = channel < tl.where(is_row, channels, 0)
@@ -57,7 +57,7 @@ def convolve_row(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    """Compute some channels of one row. Programs past the last row write state columns instead."""
+    """Compute a block of one row's channels. Programs past the last row write state columns."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels

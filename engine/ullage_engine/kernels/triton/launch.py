@@ -1,10 +1,10 @@
-"""Launches Triton kernels, decodes small number formats in kernels, and checks for GPU support.
+"""Launches Triton kernels, decodes 4-bit and 8-bit floats in kernels, and checks for GPU support.
 
 A kernel is a Python function whose source `jit` passes to Triton. Python itself never calls it.
 Parameters annotated `tl.tensor` are pointers or scalars on the device. Upper-case parameters are
 compile-time constants: Triton compiles one variant of the kernel per value.
 
-Small number formats are unpacked with integer operations, which are exact on every GPU and in
+These narrow floats are unpacked with integer operations, which are exact on every GPU and in
 Triton's interpreter. Converting float8 in hardware would need sm89. `obstacle` compiles and runs a
 kernel to find out whether this machine can run Triton kernels.
 """
@@ -34,7 +34,7 @@ class Kernel(Protocol):
 
 
 def jit(function: Callable[..., Any]) -> Kernel:
-    """Declare a Triton kernel. It is compiled when it is first launched."""
+    """Declare a Triton kernel, which is compiled on its first launch."""
     kernel: Kernel = triton.jit(function)
     return kernel
 
@@ -115,7 +115,7 @@ def launch_count(out: torch.Tensor) -> None:
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Return why kernels cannot run on the device, with the remedy, in one line.
+    """Return why kernels cannot run on the device and how to fix it, in one line.
 
     Return None if kernels can be compiled and run.
     """

@@ -1,8 +1,8 @@
 """The operations of a layer between its matrix products: norms, rotary embedding, KV writes, gates.
 
 Each operation is one kernel. It computes in float32 and rounds once, to the activations' type.
-Float8 KV is rounded from that type, as `ullage_engine.kernels.kv_pool.narrow` does, so that both
-functions give the same codes.
+Float8 KV is rounded from that type, which matches `ullage_engine.kernels.kv_pool.narrow` bit for
+bit.
 """
 
 import torch
@@ -65,7 +65,7 @@ def gate_columns(
     SLOPE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Compute some columns of one row of silu(gate) * up or of gpt-oss's gated activation."""
+    """Compute a block of columns in one row of silu(gate) * up or of gpt-oss's gated activation."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = column < width
@@ -128,7 +128,7 @@ def inverse_power(power: tl.tensor) -> tl.tensor:
 
 @jit
 def stored(number: tl.tensor, scale: tl.tensor, TYPE: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
-    """Convert values to the dtype of the pages."""
+    """Convert values to the dtype of the KV pages."""
     result = number.to(TYPE)
     if FP8:
         # Round from the activations' type, as torch does, so that both give the same code.
@@ -143,7 +143,7 @@ def load_norm(
     is_query: tl.tensor,  # [heads]
     dim: tl.tensor,
 ) -> tl.tensor:
-    """Load part of the norm weights for each head, float32 [heads, dims]."""
+    """Load these dimensions of each head's query or key norm weights, float32 [heads, dims]."""
     of_queries = tl.load(q_norm + dim).to(tl.float32)[None, :]
     of_keys = tl.load(k_norm + dim).to(tl.float32)[None, :]
     return tl.where(is_query[:, None], of_queries, of_keys)
@@ -187,7 +187,7 @@ def rotate_heads(
     BLOCK: tl.constexpr,  # heads of a program
     NORMS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Normalise and rotate some heads of one row, and write out its queries, keys and values."""
+    """Normalise and rotate a block of one row's heads, and store its queries, keys and values."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, HALF)

@@ -29,7 +29,7 @@ from ullage_engine.kernels.triton.launch import (
 
 @jit
 def decoded(code: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """Decode weights to float32, without their scales."""
+    """Decode weights to float32 without applying their scales."""
     if FORMAT == "fp8":
         value = e4m3(code)
     elif FORMAT == "mxfp4":
@@ -162,7 +162,7 @@ def multiply_weights(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Compute x @ weights^T for some rows and columns, float32 [ROWS, COLUMNS]."""
+    """Compute one block of x @ weights^T, float32 [ROWS, COLUMNS]."""
     at = columns.to(tl.int64)
     groups = at
     if GROUP > 0:
@@ -375,7 +375,7 @@ def multiply_expert(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> None:
-    """Compute some columns of a tile of rows that share an expert, or of a single row."""
+    """Compute a block of columns for a tile of rows that share an expert, or for a single row."""
     if SORTED:
         expert, first, end = find_tile(picks, tl.program_id(0), EXPERTS, PADDED, ROWS)
     else:
@@ -446,8 +446,8 @@ def picked_matmul(
 ) -> None:
     """Multiply each row by its expert's weights, for a few rows in any order.
 
-    Each row reads all weights of its expert. Use this function if there are so few rows that two
-    rows rarely have the same expert.
+    Each row reads all weights of its expert. Use this function if there are so few rows that two of
+    them rarely share an expert.
 
     Args:
         x: [rows, depth], or one row per token, which consecutive rows of `out` share.
