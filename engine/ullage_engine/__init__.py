@@ -1,1 +1,1 @@
-"""The Ullage engine: a server process, and worker processes whose crashes the server survives."""
+"""The Ullage engine: a server process that survives crashes of its worker processes."""

@@ -1,4 +1,4 @@
-"""The engine's metrics: their `ullage_*` names, and vLLM's names for those that vLLM also has.
+"""The engine's metrics: their `ullage_*` names, and vLLM's names where vLLM has the same metric.
 
 The tables for the worker, the GPUs, the tiers and the peers map each metric to a function that
 reads its value.
@@ -302,7 +302,7 @@ GPU_PARTS: dict[CounterName | GaugeName, Callable[[GpuSample], Mapping[str, floa
         lambda s: s.failed_calls
     ),
 }
-"""Maps GPU metrics that have an extra label to functions that return one value per label value."""
+"""Maps GPU metrics with an extra label to functions that return a value for each label value."""
 GPU_XID_ERRORS = _gpu_counter(
     "xid_errors", "Errors that the driver reported since the engine started", "xid"
 )

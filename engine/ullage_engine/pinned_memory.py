@@ -31,7 +31,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 class PinnedMemory:
-    """Host memory that is registered with CUDA until this object is closed or dropped.
+    """Host memory that stays registered with CUDA until this object is closed or dropped.
 
     If the device is a CPU, the memory is not pinned. If CUDA refuses to pin it, it stays unpinned
     and a warning is logged once.
@@ -41,7 +41,7 @@ class PinnedMemory:
         """Register existing memory for copies to and from `device`.
 
         Args:
-            tensor: contiguous, on the CPU. Its memory is kept alive while it is registered.
+            tensor: a contiguous CPU tensor. Its memory is kept alive while it is registered.
             name: name of the setting that requires the memory, for log messages.
         """
         self.tensor = tensor
@@ -70,7 +70,7 @@ class PinnedMemory:
         return self._unregister is not None and self._unregister.alive
 
     def close(self) -> None:
-        """Wait for all copies and unregister the memory. Its views stay valid but are unpinned."""
+        """Wait for all copies, then unregister the memory. Views stay valid but are unpinned."""
         if self._unregister is not None:
             self._unregister()
 

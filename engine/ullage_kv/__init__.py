@@ -1,7 +1,7 @@
 """A content-addressed store for the KV cache of language models.
 
-The store keeps blocks in shared host memory, with copies in files and on other hosts. It deals only
-with keys and bytes, and depends on neither models nor devices. See docs/guide/kv-store.md.
+The store keeps blocks in shared host memory, with copies in files and on other hosts. It only deals
+with keys and bytes, and knows nothing about models or devices. See docs/guide/kv-store.md.
 """
 
 from ullage_kv.arena import Arena, ArenaError

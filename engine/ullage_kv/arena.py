@@ -1,8 +1,8 @@
 """The host tier's memory: one shared mapping that is divided into slots of equal size.
 
-The mapping is backed by an anonymous file (memfd). The kernel frees it even if its owner is killed,
-and its size is not limited by a container's small /dev/shm. While the owner is running, other
-processes on the host can map the file through its path under /proc.
+The mapping is backed by an anonymous file (memfd). The kernel frees it even if the owning process
+is killed, and its size is not limited by a container's small /dev/shm. While the owner is running,
+other processes on the host can map the file through its path under /proc.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ PAGE_BYTES = 4096
 _POPULATE_WRITE = 23
 """The constant MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap module lacks."""
 _STEP_BYTES = 16 << 20
-"""Bytes to make resident at a time, during which the process's other threads are blocked."""
+"""Bytes to make resident per system call. The call blocks the process's other threads."""
 _REPORT_BYTES = 256 << 20
 """Bytes made resident between two progress reports."""
 
@@ -52,13 +52,13 @@ class Arena:
 
         Args:
             num_bytes: size of the memory.
-            available_bytes: maximum bytes to allocate, or None for the free memory of the container
-                and the machine.
+            available_bytes: maximum bytes to allocate. The default is the free memory of the
+                container and the machine.
             progress: called with the number of resident bytes and the total number of bytes.
 
         Raises:
             ArenaError: if the memory is not available. This is checked before anything is
-                allocated, because the kernel would otherwise kill a process.
+                allocated, so that the kernel does not kill a process.
         """
         available = free_bytes() if available_bytes is None else available_bytes
         if num_bytes > available:
@@ -99,7 +99,7 @@ class Arena:
 
     @property
     def path(self) -> str:
-        """Path to pass to `attach` in the same user's other processes while this process runs."""
+        """Path that the same user's other processes pass to `attach` while this process runs."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def cut(self, slot_bytes: int) -> None:
@@ -120,7 +120,7 @@ class Arena:
         return int(granted.split(maxsplit=1)[0]) << 10 if granted else 0
 
     def drop_pages(self) -> None:
-        """Free the pages for all attached processes, but keep the mapping and its path.
+        """Free the memory pages in all attached processes, but keep the mapping and its path.
 
         Later reads return zeros, and later writes allocate pages again.
         """
@@ -128,7 +128,7 @@ class Arena:
             self._mapping.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Free the memory now, or once the last view of a slot is released."""
+        """Free the memory, or let it be freed when the last view of a slot is released."""
         with contextlib.suppress(BufferError):
             self.memory.release()
             self._mapping.close()

@@ -1,8 +1,8 @@
 """Loads blocks from lower tiers into host memory.
 
-A `BlockFetch` is one caller's list of blocks. It refers to a `PendingBlock` for each block that a
-lower tier is loading. Several fetches may share a pending block, which is then loaded only once. A
-`TierLoad` is a group of blocks that one tier loads together.
+A `BlockFetch` handles one call for a list of blocks. Each block that a lower tier is loading is
+represented by a `PendingBlock`, which several fetches may share so that the block is loaded only
+once. A `TierLoad` is a group of blocks that one tier loads together.
 """
 
 import threading
@@ -18,14 +18,14 @@ from ullage_kv.results import HOST, MISS, Result, Status
 from ullage_kv.tier import LowerTier, Transfer
 
 PART_BLOCKS = 128
-"""Maximum number of blocks in one call to a lower tier. Longer fetches are split into parts.
+"""Maximum number of blocks per call to a lower tier. Longer fetches are split into chunks.
 
-The caller's thread, for example an event loop's, submits only the first few parts, so that it is
-not blocked for long. The tier's own threads submit the rest.
+The caller's thread may run an event loop, so it submits only the first few chunks to avoid blocking
+for long. The tier's own threads submit the rest.
 """
 
 _PARTS_AT_ONCE = 2
-"""Number of parts of a fetch that are loaded concurrently, so that tiers never run idle."""
+"""Number of a fetch's chunks that are loaded concurrently, so that tiers never sit idle."""
 
 _IN_HOST = Result(Status.HIT, HOST)
 
@@ -55,30 +55,30 @@ class TierLoad:
 
     tier: str
     ends_at: float
-    """Deadline, in terms of the store's clock."""
+    """Deadline as a time on the store's clock."""
     blocks: list[PendingBlock] = field(default_factory=list)
     arrived: "Future[None]" = field(default_factory=Future)
     """Future that completes once every block has its result."""
 
 
 class BlockFetch:
-    """One call's request for a list of blocks, with a result for each block."""
+    """One call that fetches a list of blocks, with a result for each block."""
 
     def __init__(self, loader: "Loader", keys: Sequence[bytes], ends_at: float) -> None:
         self.keys = keys
         self.ends_at = ends_at
-        """Deadline, in terms of the store's clock."""
+        """Deadline as a time on the store's clock."""
         self.results = [MISS] * len(keys)
         self.refusal: Result | None = None
-        """Result for all blocks that are not loaded yet, once a tier has refused a whole part.
+        """Result for all remaining blocks once further loads are pointless, or None until then.
 
-        It is None as long as the tiers accept more blocks.
+        For example, a tier has refused a whole chunk, or the deadline has passed.
         """
         self._loader = loader
         self._pending: list[PendingBlock | None] = [None] * len(keys)
 
     def run(self) -> "Future[list[Result]]":
-        """Fetch all blocks, a few parts at a time, and return a future for their results."""
+        """Fetch all blocks, a few chunks at a time, and return a future for their results."""
         parts = iter(parts_of(len(self.keys)))
         # Both tasks draw from one iterator, so the one that has fetched its part takes the next.
         tasks = [run(self._fetch_each(parts)) for _ in range(_PARTS_AT_ONCE)]
@@ -112,7 +112,7 @@ class BlockFetch:
         return run(self._await(places))
 
     def expect(self, place: int, block: PendingBlock) -> None:
-        """Take the result at index `place` from a pending block, which other fetches may share."""
+        """Use the result of a pending block, which other fetches may share, for index `place`."""
         self._pending[place] = block
 
     def _fetch_each(self, parts: Iterator[range]) -> Steps:
@@ -172,7 +172,7 @@ class Loader:
             block_bytes: bytes per block.
             lease: lease under which slots are reserved.
             tiers: tiers below host memory, the fastest first.
-            locate: returns the name of the highest tier that has each block (empty if none has it).
+            locate: returns, for each block, the name of the fastest tier that has it, or "".
             clock: returns the time in seconds.
         """
         self.tiers = tiers
@@ -186,8 +186,7 @@ class Loader:
         self._pending: dict[bytes, PendingBlock] = {}
         """Blocks that are being loaded, by key.
 
-        A block is in this map while its slot is reserved. The map is modified only under the
-        loader's lock.
+        A block stays in this map while its slot is reserved. The loader's lock protects the map.
         """
 
     @property
@@ -198,7 +197,7 @@ class Loader:
     def load(
         self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int], deadline_s: float
     ) -> None:
-        """Start loading some of a fetch's blocks, given by their indices, from one tier."""
+        """Start loading the blocks at the indices `places` of a fetch from one tier."""
         load = self._reserve(fetch, tier, places)
         if not load.blocks:
             return
@@ -211,11 +210,11 @@ class Loader:
         loading.add_done_callback(lambda loaded: self._commit(load, loaded.result()))
 
     def close(self) -> None:
-        """Stop the deadline alarms. The caller must close the tiers first to end all loads."""
+        """Stop the deadline alarms. Close the tiers first, so that no loads are still running."""
         self.alarms.close()
 
     def _reserve(self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int]) -> TierLoad:
-        """Reserve slots for blocks that are not being loaded yet, and return their `TierLoad`."""
+        """Reserve slots for blocks that no other fetch is loading, and return their `TierLoad`."""
         load = TierLoad(tier.name, fetch.ends_at)
         with self._lock:
             for place in places:
@@ -260,7 +259,7 @@ class Loader:
 def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
     """Return the preceding key if it seems to belong to the same chain, or None.
 
-    A chain is the sequence of blocks of one text. Keys of the same chain share a prefix.
+    A chain is the sequence of one text's blocks, whose keys have a common prefix.
     """
     is_chain = place > 0 and keys[place - 1][:CHAIN_BYTES] == keys[place][:CHAIN_BYTES]
     return keys[place - 1] if is_chain else None

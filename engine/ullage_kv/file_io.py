@@ -1,12 +1,12 @@
-"""The files of one engine's file tier: a table of contents, and slots that hold the blocks.
+"""One engine's files in the file tier: a table of contents, and slots that hold the blocks.
 
     PATH/NAMESPACE/N/table     a header page, then one entry per slot
     PATH/NAMESPACE/N/blocks    the slots, each at a multiple of 4 KiB
 
-A table entry is cleared before its slot is overwritten, and rewritten after the block is complete.
-A killed process therefore leaves no partial blocks behind. Nothing is synced to the device.
-Instead, each entry has a checksum of its block, so that reads detect blocks that were left
-incomplete by a power failure. Each folder has a single writer, which holds a lock on the table.
+A table entry is cleared before its slot is overwritten, and rewritten once the block is complete.
+A killed process therefore leaves no partial blocks behind. Writes are not synced to the device.
+Instead, each entry has a checksum of its block, so that reads detect blocks that a power failure
+left incomplete. Each folder has a single writer, which holds a lock on the table.
 """
 
 import contextlib
@@ -39,16 +39,16 @@ _VERSION = 1
 _HEADER = struct.Struct(f"<8sQ{KEY_BYTES}sQ")
 """Layout of the header: magic, version, namespace, bytes per block. Its checksum follows."""
 _ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s16sQ")
-"""Layout of an entry: key, parent or zeros, xxh3_128 of block, save counter. A checksum follows."""
+"""Layout of an entry: key, parent key or zeros, xxh3_128 of block, save counter, then checksum."""
 _ENTRY_BYTES = 128
 _EXTENT_BYTES = 64 << 20
 """Number of bytes by which the slot file grows at a time."""
 _GRACE_S = 600.0
-"""Seconds for which a stopped engine's folder is kept, even if other engines need the space."""
+"""Seconds for which a stopped engine's folder is kept even if other engines need the space."""
 _LOCK_TRIES = 5
-"""Number of attempts to lock a folder. Other engines may hold the lock briefly to test it."""
+"""Number of attempts to lock a folder. Other engines hold the lock briefly to see if it is free."""
 _LOCK_PAUSE_S = 0.01
-"""Pause in seconds between two attempts to lock a folder."""
+"""Seconds between attempts to lock a folder."""
 _NAMESPACE = re.compile("[0-9a-f]{16}")
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 """Error numbers that indicate a full device or an exhausted quota."""
@@ -61,7 +61,7 @@ class FileTierError(Exception):
 
 
 class Calls(NamedTuple):
-    """The file system calls in use. Tests replace them with calls that fail or hang."""
+    """The file system calls to use. Tests replace them with calls that fail or hang."""
 
     preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
@@ -111,7 +111,7 @@ class SlotFile:
             raise FileTierError(f"{max_bytes} bytes of files hold no block of {block_bytes} bytes")
         self._lock = threading.Lock()
         self._keys: dict[int, bytes] = {}
-        """Maps each slot that has a table entry to the key in that entry."""
+        """Maps each slot that has a table entry to the key in this entry."""
         self._slots: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
         fds = list[int]()
@@ -131,7 +131,7 @@ class SlotFile:
 
     @property
     def num_bytes(self) -> int:
-        """Current total size of both files in bytes."""
+        """Current size of both files together in bytes."""
         return PAGE_BYTES + self.max_slots * _ENTRY_BYTES + self.num_slots * self.slot_bytes
 
     @property
@@ -143,7 +143,7 @@ class SlotFile:
             return True
 
     def has_entry(self, key: bytes) -> bool:
-        """Return whether the table has an entry with which later processes can find the block."""
+        """Return whether the block has a table entry, so that later processes can find it."""
         return key in self._slots
 
     def read(self, slot: int, buffer: memoryview) -> bool:
@@ -164,7 +164,7 @@ class SlotFile:
         Args:
             slot: the slot, whose table entry is cleared first.
             memory: the block's contents.
-            buffer: page-aligned scratch memory of a slot's size, for a last partial page or
+            buffer: page-aligned scratch memory as large as a slot, for the last partial page or for
                 unaligned contents.
 
         Raises:
@@ -196,7 +196,7 @@ class SlotFile:
                 self._digests[slot] = digest
 
     def _pages(self, memory: memoryview, buffer: memoryview) -> list[memoryview]:
-        """Split a block into page-aligned pieces for O_DIRECT, which together fill the slot.
+        """Split a block into page-aligned buffers for O_DIRECT that together fill the slot.
 
         Whole pages are used in place if `memory` is page-aligned. The rest is copied to `buffer`.
         """
@@ -217,7 +217,9 @@ class SlotFile:
                     self._clear(slot)
 
     def grow(self) -> int:
-        """Grow the slot file as far as the quota allows, and return the number of new slots.
+        """Grow the slot file by up to one increment, and return the number of new slots.
+
+        The quota may allow fewer slots or none. If the device is nearly full, fewer are added.
 
         Raises:
             OSError: the file system failed, for example because the device is full.
@@ -279,7 +281,7 @@ class SlotFile:
         return str(self.folder)
 
     def _write_header(self, header: bytes) -> bool:
-        """Write the header, and return whether the file system can bypass the page cache."""
+        """Write the header, and return whether the file system supports O_DIRECT."""
         page = mmap.mmap(-1, PAGE_BYTES)
         page.write(header)
         try:
@@ -339,28 +341,28 @@ _sequence = operator.attrgetter("sequence")
 
 
 class Leftovers:
-    """Folders under a path that belonged to engines that are no longer running.
+    """Removes folders of engines that are no longer running.
 
-    A restarted engine can reuse its model's blocks from such a folder. Folders are therefore kept
-    as long as they fit into one engine's quota. Beyond that, folders that no engine has used for
-    ten minutes may be removed.
+    A restarted engine can reuse the blocks in such a folder. Folders are therefore kept as long as
+    they fit into one engine's quota. Beyond that, folders that no engine has used for ten minutes
+    may be removed.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
         self._since: dict[Path, float] = {}
-        """Time at which each table was first seen without a running engine."""
+        """Time at which this object first noticed that no engine was using each table."""
 
     def trim(self, own_bytes: int, max_bytes: int, needed_bytes: int = 0) -> int:
-        """Remove unused folders until the rest and the engine's own files fit into its quota.
+        """Remove unused folders until the remaining ones and the engine's own files fit its quota.
 
         The least recently written folders are removed first.
 
         Args:
             own_bytes: size of the engine's own files.
             max_bytes: the engine's quota.
-            needed_bytes: minimum number of bytes to free because the device is full.
+            needed_bytes: minimum number of bytes to free if the device is full, or 0 otherwise.
 
         Returns:
             The number of bytes that were freed.
@@ -393,7 +395,7 @@ def _take_folder(base: Path) -> tuple[Path, int]:
 
 
 def _lock_table(folder: Path, *, make: bool) -> int | None:
-    """Open and lock a folder's table, or return None if another process is using or removing it."""
+    """Open and lock a folder's table. Return None if another process uses or removes it."""
     if make:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

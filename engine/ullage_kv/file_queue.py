@@ -1,4 +1,4 @@
-"""Queues of block transfers for worker threads, with deadlines that hold even if a thread hangs."""
+"""Queues block transfers for worker threads, and enforces deadlines even if a thread hangs."""
 
 import contextlib
 import heapq
@@ -21,15 +21,15 @@ NAME = "file"
 """Name of the tier."""
 
 Work = Callable[[Sequence[int], memoryview, Callable[[], None]], None]
-"""A function with which a worker thread processes some of a batch's transfers.
+"""A function that a worker thread calls to process some of a batch's transfers.
 
-Its arguments are the indices of the transfers, the thread's private buffer, which is as large as a
-slot, and a callback that lets the next thread start taking transfers.
+Its arguments are the indices of the transfers, the thread's private buffer (as large as a slot),
+and a callback that lets the next thread take transfers from the queue.
 """
 
 
 class TransferBatch:
-    """The results of one call's transfers. Later results for the same transfer are ignored."""
+    """Collects the results of one call's transfers. Only the first result per transfer counts."""
 
     def __init__(self, num_transfers: int, on_done: Callable[[Sequence[Result]], None]) -> None:
         self.future = Future[list[Result]]()
@@ -44,7 +44,7 @@ class TransferBatch:
             self.future.set_result([])
 
     def is_open(self, place: int) -> bool:
-        """Return whether the transfer still has no result."""
+        """Return whether the transfer has no result yet."""
         return self._results[place] is None and self._expired is None
 
     def copy(self, place: int, into: memoryview, source: memoryview) -> bool:
@@ -77,7 +77,7 @@ class TransferBatch:
             self.future.set_result(results)
 
     def expire(self, result: Result) -> bool:
-        """Give all unfinished transfers this result, or return False if there are none."""
+        """Set this result for all unfinished transfers. Return False if there are none."""
         with self._lock:
             if not self._num_open:
                 return False
@@ -93,7 +93,7 @@ class TransferBatch:
 
 
 class Deadlines:
-    """Expires batches at their deadlines, in a separate thread because worker threads may hang."""
+    """Expires batches at their deadlines, in its own thread because worker threads may hang."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -104,7 +104,7 @@ class Deadlines:
         self._thread.start()
 
     def add(self, batch: TransferBatch, deadline_s: float, on_expired: Callable[[], None]) -> None:
-        """Expire a batch at its deadline, and call `on_expired` if any transfer is unfinished."""
+        """Expire a batch at its deadline. Call `on_expired` if any transfer is still unfinished."""
         at = time.monotonic() + deadline_s
         with self._condition:
             heapq.heappush(self._heap, (at, next(self._order), batch, on_expired))
@@ -138,14 +138,14 @@ class Deadlines:
 
 
 class Job:
-    """The transfers of one call and the function that processes them, in order."""
+    """One call's transfers, in order, and the function that processes them."""
 
     def __init__(
         self, work: Work, places: Iterable[int], batch: TransferBatch | None = None
     ) -> None:
         """Create a job that calls `work` for the transfers at the indices `places` of a batch.
 
-        `batch` receives the results. It is None if no caller is waiting for them.
+        `batch` is None if no caller is waiting for results.
         """
         self.work = work
         self.places = deque(places)
@@ -153,7 +153,7 @@ class Job:
         self._batch = batch
 
     def fail(self, places: Iterable[int], error: Exception) -> None:
-        """Fail those of the given transfers that have no result yet."""
+        """Set an error as the result of each given transfer that has no result yet."""
         if self._batch is None:
             return
         for place in places:
@@ -161,7 +161,7 @@ class Job:
 
 
 class Lane:
-    """A queue of jobs, with its own worker threads."""
+    """A job queue with its own worker threads."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Lane:
         """Start the threads.
 
         Args:
-            name: name of the threads.
+            name: part of the threads' names.
             num_threads: number of threads.
             buffer_bytes: size of each thread's private buffer.
             max_queued: maximum number of waiting transfers, or None for no limit.
@@ -182,7 +182,7 @@ class Lane:
         """
         self._condition = threading.Condition()
         self._turn = threading.Lock()
-        """Lock that a thread holds while it takes transfers, so that threads take turns."""
+        """Held by a thread while it takes transfers from the queue, so that threads take turns."""
         self._queue = deque[Job]()
         self._num_waiting = 0
         """Number of transfers that no thread has taken yet."""
@@ -208,7 +208,7 @@ class Lane:
         return self._max_queued is not None and self._num_waiting >= self._max_queued
 
     def put(self, job: Job, *, must: bool = False) -> list[int]:
-        """Queue as many of a job's transfers as the queue's limit allows.
+        """Queue a job's transfers, as many as the queue's limit allows.
 
         With `must`, all transfers are queued, even beyond the limit.
 
@@ -229,7 +229,7 @@ class Lane:
         return refused
 
     def drop(self, job: Job) -> None:
-        """Remove the waiting transfers of a job from the queue."""
+        """Remove a job's waiting transfers from the queue."""
         with self._condition:
             if job in self._queue:
                 self._queue.remove(job)
@@ -241,7 +241,7 @@ class Lane:
         With `drop`, waiting transfers are dropped first.
 
         Returns:
-            False if some threads are still running at the monotonic time `ends_at`.
+            Whether all threads have stopped by the monotonic time `ends_at`.
         """
         with self._condition:
             self._is_closed = True

@@ -1,8 +1,8 @@
 """The file tier: copies of blocks in a slot file, which outlive the process.
 
 Loads and saves have separate threads, so that loads never wait behind saves. Each thread reads into
-a private buffer. A thread that hangs on a dead mount can therefore be abandoned at any time, and it
-does not write to a caller's memory if the mount recovers. A block that such a thread was saving is
+a private buffer. A thread that hangs on a dead mount can therefore be abandoned at any time. Even
+if the mount recovers, the thread does not write to a caller's memory. A block that it was saving is
 not added to the table of contents.
 """
 
@@ -25,7 +25,7 @@ from ullage_kv.tier import CircuitBreaker, TierCounter, TierStats, Transfer
 log = logging.getLogger(__name__)
 
 NUM_LOADING = 4
-"""Number of loading threads, so that some keep the device busy while others copy and verify."""
+"""Number of loading threads. Some keep the device busy while others copy and verify blocks."""
 NUM_SAVING = 4
 """Number of saving threads."""
 
@@ -34,7 +34,7 @@ _MAX_QUEUED_BYTES = 64 << 20
 _TURN_BYTES = 4 << 20
 """Maximum bytes of blocks that a thread takes from the queue at a time.
 
-If threads took one block at a time, they would mostly wait for one another.
+If threads took only one block at a time, they would mostly wait for each other.
 """
 _TURN_SHARE = 1 / 64
 """Maximum number of blocks that a thread takes at a time, as a fraction of all slots."""
@@ -42,9 +42,9 @@ _TURN_SHARE = 1 / 64
 SAVE_DEADLINE_S = 30.0
 """Seconds after which the tier gives up saving a block."""
 _CLOSE_S = 5.0
-"""Maximum time in seconds that closing the tier waits for pending saves."""
+"""Maximum time in seconds to wait for pending saves when the tier is closed."""
 _LOOK_S = 1.0
-"""Interval in seconds between checks whether the files were deleted."""
+"""Interval in seconds between checks for deleted files."""
 _TRIM_S = 60.0
 """Interval in seconds between searches for folders of stopped engines.
 
@@ -55,7 +55,7 @@ _CALLS = Calls()
 
 
 class _Volume:
-    """A slot file, the index of its blocks, and the lease that tracks the slots in use."""
+    """A slot file, the index of its blocks, and the lease that tracks the slots being used."""
 
     def __init__(self, file: SlotFile) -> None:
         self.file = file
@@ -317,7 +317,7 @@ class FileTier:
         places: Sequence[int],
         results: dict[int, Result],
     ) -> dict[int, SlotRef]:
-        """Reserve a slot for each transfer. If that fails, set the transfer's result."""
+        """Reserve a slot for each transfer. Where that fails, set the reason as its result."""
         refs = dict[int, SlotRef]()
         for place in places:
             if not batch.is_open(place):
@@ -387,10 +387,10 @@ class FileTier:
             self._on_failure(self._save_breaker, str(error))
 
     def _writable_volume(self, num_slots: int) -> _Volume:
-        """Return the files to save to, growing them to `num_slots` free slots if the quota allows.
+        """Return the files to save to, growing them until `num_slots` are free if possible.
 
         Deleted files are replaced with new ones. Only the saving thread that is currently taking
-        transfers may call this method.
+        transfers from the queue may call this method.
         """
         now = self._clock()
         if now >= self._look_at:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 Steps = Iterator["Future[Any]"]
-"""A task, written as a generator that yields each future that it waits for."""
+"""A task in the form of a generator, which yields every future that it waits for."""
 
 
 def done(value: Value) -> "Future[Value]":
@@ -21,7 +21,7 @@ def done(value: Value) -> "Future[Value]":
 
 
 def all_done(futures: "Sequence[Future[Any]]") -> "Future[None]":
-    """Return a future that completes when all given futures have. None of them may fail."""
+    """Return a future that completes once all the given futures have. None of them may fail."""
     if not futures:
         return done(None)
 
@@ -39,7 +39,7 @@ def all_done(futures: "Sequence[Future[Any]]") -> "Future[None]":
 
 
 def finish(future: "Future[None]") -> None:
-    """Complete a future, unless it was already completed, for example at its deadline."""
+    """Complete a future unless it has already been completed, for example at its deadline."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(None)
 
@@ -97,7 +97,7 @@ class Alarms:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop the thread. The futures of pending alarms are no longer completed."""
+        """Stop the thread. Pending alarms no longer complete their futures."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

@@ -7,9 +7,9 @@
             WRITING -> FREE               aborted, or its lease ended
 
 A slot's generation increases each time the slot is allocated, so that stale references have no
-effect. The index is sharded by the first bytes of the keys, which are the same for all blocks in a
-chain, the consecutive blocks of one text. Each shard has a lock. This module does not access the
-contents of blocks.
+effect. The consecutive blocks of one text form a chain, and all keys in a chain begin with the same
+bytes. The index is sharded by these bytes, with one lock per shard. This module does not access the
+blocks' contents.
 """
 
 import enum
@@ -39,7 +39,7 @@ class SlotState(enum.Enum):
 
 
 class SlotRef(NamedTuple):
-    """A slot number, with the slot's generation when it was allocated."""
+    """A slot number, together with the slot's generation when it was allocated."""
 
     slot: int
     generation: int
@@ -51,7 +51,7 @@ class Reserved(NamedTuple):
     status: Status
     """STORED if a slot was reserved, which the caller must now write and commit.
 
-    With EXISTS, BUSY, FULL or STALE, no slot was reserved.
+    EXISTS, BUSY, FULL or STALE mean that no slot was reserved.
     """
     ref: SlotRef | None = None
 
@@ -68,7 +68,7 @@ class _Entry:
     last_used: int = 0
     """Logical clock tick of the block's last use."""
     is_removed: bool = False
-    """Whether the block was removed while being written, in which case a commit drops it."""
+    """Whether the block was removed while it was being written. If so, it is dropped on commit."""
     num_uses: int = 0
     """Number of times the block was stored or read."""
 
@@ -78,7 +78,7 @@ class _Shard:
     lock: threading.RLock = field(default_factory=threading.RLock)
     by_key: dict[bytes, _Entry] = field(default_factory=dict)
     evictable: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
-    """READY entries with neither pins nor children, least recently used first."""
+    """Blocks in state READY without pins or child blocks, least recently used first."""
     num_ready: int = 0
 
 
@@ -94,7 +94,7 @@ class SlotIndex:
         self._ticks = itertools.count(1)
         self._counting = threading.Lock()
         self.num_evicted = 0
-        """Number of blocks that were evicted to make room for others."""
+        """Number of blocks that have been evicted to make room for others."""
 
     def __len__(self) -> int:
         """Return the number of blocks that can be read."""
@@ -103,7 +103,7 @@ class SlotIndex:
     def add_slots(
         self, num_slots: int, blocks: Sequence[tuple[int, bytes, bytes | None]] = ()
     ) -> None:
-        """Append slots to the existing ones.
+        """Add slots after the existing ones.
 
         Args:
             num_slots: number of new slots.
@@ -143,7 +143,7 @@ class SlotIndex:
         return [entry is not None and entry.state is ready for entry in self._find(keys)]
 
     def uses_of_each(self, keys: Sequence[bytes]) -> list[int]:
-        """Return how often each block was stored or read since it was added (0 if missing)."""
+        """Return how often each block has been stored or read since it was added (0 if missing)."""
         return [0 if entry is None else entry.num_uses for entry in self._find(keys)]
 
     def is_readable(self, ref: SlotRef) -> bool:
@@ -161,7 +161,7 @@ class SlotIndex:
         ]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count one use of each block in this prefix of a chain. Unknown blocks are skipped."""
+        """Count one use of each block in this prefix of a chain, skipping unknown blocks."""
         # The last block first, so that the end of a chain is always older than its beginning.
         for chain, group in itertools.groupby(reversed(keys), _CHAIN):
             shard = self._shard(chain)
@@ -170,7 +170,7 @@ class SlotIndex:
                     self._use(entry)
 
     def remove(self, key: bytes) -> bool:
-        """Drop a block, so that readers no longer find it, and return whether it was readable.
+        """Drop a block so that readers no longer find it. Return whether it was readable.
 
         The block's slot is freed once all readers have unpinned it. If a block with this key is
         currently being written, it is dropped on commit.
@@ -215,7 +215,7 @@ class SlotIndex:
         return Lease(self, None if ttl_s is None else clock() + ttl_s, clock)
 
     def check_integrity(self, leases: Sequence["Lease"]) -> None:
-        """Assert that each slot is free or holds one block, and that all counts are correct.
+        """Assert that every slot is free or holds exactly one block, and that counts are correct.
 
         The index must not be used concurrently.
 
@@ -364,7 +364,7 @@ class SlotIndex:
             self._evict_first(oldest)
 
     def _oldest(self) -> _Shard | None:
-        """Return the shard with the next block to evict, or None if no block is evictable."""
+        """Return the shard that has the next block to evict, or None if no block is evictable."""
         oldest = None
         last_used = 0
         for shard in self._shards:
@@ -468,7 +468,7 @@ class Lease:
             return reserved
 
     def commit(self, ref: SlotRef) -> Status:
-        """Make a written block readable. Return STORED, or STALE if it was dropped meanwhile."""
+        """Make a written block readable. Return STORED, or STALE if it has since been dropped."""
         return Status.STORED if self._end(ref, is_stored=True) else Status.STALE
 
     def abort(self, ref: SlotRef) -> None:

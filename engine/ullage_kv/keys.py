@@ -2,8 +2,8 @@
 
 A block's key is a chained SHA-256 hash over all tokens up to the end of the block. The hash chain
 starts from a namespace, so that two blocks have the same key only if they are interchangeable. All
-keys in a chain start with the same two bytes, taken from the key of its first block. An index can
-therefore keep a chain together by its keys alone.
+keys in a chain start with the same two bytes, which come from the key of its first block. An index
+can therefore group the blocks of a chain by their keys alone.
 """
 
 import array
@@ -21,11 +21,11 @@ _FORMAT = 1
 
 
 def namespace(facts: Mapping[str, object]) -> bytes:
-    """Return a 32-byte digest of everything except the tokens that determines a block's contents.
+    """Return a 32-byte digest of everything, except tokens, that determines a block's contents.
 
     Args:
-        facts: model, revision, dtype, geometry and everything else that affects the contents of a
-            block, as strings, numbers and lists of these.
+        facts: model, revision, dtype, geometry and everything else that affects a block's contents,
+            as strings, numbers and lists of these.
     """
     text = json.dumps({"format": _FORMAT, **facts}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()
@@ -48,7 +48,7 @@ def extend_keys(
     block_tokens: int,
     salt: str = "",
 ) -> Iterator[bytes]:
-    """Yield the keys of the complete blocks that follow those whose `keys` are already known."""
+    """Yield the keys of the remaining complete blocks, given the `keys` of the first ones."""
     parent = keys[-1] if keys else hashlib.sha256(space + salt.encode()).digest()
     chain = parent[:CHAIN_BYTES] if keys else b""
     start = len(keys) * block_tokens
@@ -65,5 +65,5 @@ def extend_keys(
 
 
 def part_key(key: bytes, part: str) -> bytes:
-    """Return the key for a part of a block that is stored separately, such as its window layers."""
+    """Return the key of a block's separately stored part, such as its sliding-window layers."""
     return key[:CHAIN_BYTES] + hashlib.sha256(key + part.encode()).digest()[CHAIN_BYTES:]

@@ -25,20 +25,20 @@ from ullage_kv.results import MISS, Result, Status
 from ullage_kv.tier import CircuitBreaker, Transfer
 
 REMOTE = "remote"
-"""Name of the tier that consists of peers' host memory."""
+"""Name of the tier in peers' host memory."""
 CHUNK_BYTES = 1 << 19
-"""Number of bytes of a block to send in one message.
+"""Number of bytes of a block to send per message.
 
-In measurements, chunks of half the maximum size doubled the throughput, because copies of such
+In measurements, messages of half the maximum size doubled the throughput, because copies of smaller
 messages stay in the heap and in the CPU caches.
 """
 MAX_CHUNK_BYTES = 1 << 20
-"""Maximum number of bytes of a block in one message."""
+"""Maximum number of bytes of a block that one message may contain."""
 MAX_KEYS = 4096
 """Maximum number of keys in one request."""
 
 _END_LEASE_S = 1.0
-"""Deadline in seconds for ending a lease. It may be short, because leases expire soon anyway."""
+"""Deadline in seconds for the RPC that ends a lease. Leases expire soon even if it fails."""
 _STATUSES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Status.TIMEOUT,
     grpc.StatusCode.UNAVAILABLE: Status.UNAVAILABLE,
@@ -47,7 +47,7 @@ _STATUSES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Status.BUSY,
 }
 _HEALTHY = {Status.STALE, Status.BUSY}
-"""Statuses of refused requests that do not count as failures of the peer."""
+"""Statuses of refused requests that do not count as peer failures."""
 _ROOMS = {
     pb.ROOM_ALREADY_HAVE: Status.EXISTS,
     pb.ROOM_FULL: Status.FULL,
@@ -68,7 +68,7 @@ class Identity:
 
     geometry: pb.Geometry
     instance: str
-    """Id of this process, with which it recognises itself among its peers."""
+    """This process's id, by which it recognises itself among its peers."""
     material: Callable[[], Material | None]
     """Function that returns the newest client certificate, or None if peers use plaintext."""
 
@@ -139,8 +139,8 @@ class PeerClient:
     def read(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
         """Copy blocks from the peer.
 
-        The call returns by the monotonic time `ends_at`. Nothing is written to the transfers'
-        memory afterwards.
+        The call returns by the monotonic time `ends_at`. After that, nothing is written to the
+        transfers' memory.
         """
         arriving = _Arriving(transfers)
         with self._lock:
@@ -161,7 +161,7 @@ class PeerClient:
         return results
 
     def _read(self, transfers: Sequence[Transfer], arriving: "_Arriving", ends_at: float) -> None:
-        """Read blocks in several rounds, because the peer limits how many it pins at a time."""
+        """Read blocks in several rounds, because the peer pins only a limited number at a time."""
         stub = self._connect()
         places = list(range(len(transfers)))
         while places:
@@ -248,7 +248,7 @@ class PeerClient:
                 _end_lease(stub.Abort, pb.AbortRequest(lease=answer.lease))
 
     def close_retired(self, after_s: float) -> None:
-        """Close channels whose certificate was replaced at least `after_s` seconds ago."""
+        """Close channels whose client certificate was replaced at least `after_s` seconds ago."""
         with self._lock:
             due = [each for each in self._retired if time.monotonic() >= each[0] + after_s]
             self._retired = [each for each in self._retired if each not in due]
@@ -297,7 +297,7 @@ class PeerClient:
         self.problem = ""
 
     def _fail(self, error: Exception) -> Result:
-        """Record a failed RPC, and return a `Result` that describes the failure."""
+        """Record that an RPC failed, and return a `Result` that describes the failure."""
         if isinstance(error, grpc.Call):
             refusal = from_rpc_error(error)
             status = _STATUSES.get(refusal.code, Status.ERROR)
@@ -327,12 +327,12 @@ class _Arriving:
         return [result or otherwise for result in self._results]
 
     def refuse(self, places: Sequence[int]) -> None:
-        """Record that the peer has these blocks but does not currently allow reading them."""
+        """Record that the peer has these blocks but currently refuses to let them be read."""
         for place in places:
             self._results[place] = Result(Status.BUSY, REMOTE)
 
     def take(self, places: Sequence[int], chunks: Any) -> None:
-        """Receive the blocks at these indices from an RPC's responses.
+        """Receive the blocks at these indices from a stream of response messages.
 
         Raises:
             _WrongAnswer: a chunk is out of order or does not belong to any of these blocks, or a
@@ -387,7 +387,7 @@ def _remaining_s(ends_at: float) -> float:
 
 
 def _end_lease(method: Any, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
-    """Send the RPC that ends a lease, without waiting for the answer.
+    """Send the RPC that ends a lease, without waiting for the response.
 
     Returns:
         The RPC, or None if there is no lease or the channel is closed.

@@ -1,8 +1,8 @@
 """The tier in other engines' host memory, which reads blocks from peers and copies blocks to them.
 
-The tier keeps hints about which peer has which block: `look` queries all peers, and `holds` answers
-from these hints. A hint may be wrong, so a read first asks the peer to pin the blocks. If a peer is
-dead or slow, or violates the protocol, a few RPCs fail or reach their deadline. The peer's circuit
+The tier keeps hints about which peer has which block: `look` queries all peers, and `holds` relies
+on the resulting hints. A hint may be wrong, so a read first asks the peer to pin the blocks. If a
+peer is dead or slow, or violates the protocol, a few RPCs fail or time out. The peer's circuit
 breaker then opens until the peer answers a look-up again.
 """
 
@@ -35,9 +35,9 @@ MAX_HINTS = 1 << 16
 HINT_S = 30.0
 """Seconds for which a hint is valid."""
 LOOK_SHARE = 4
-"""Divisor N: look-ups get 1/N of the deadline of loads, because requests wait for them."""
+"""Divisor N: a look-up may take only 1/N of a load's deadline, because requests wait for it."""
 RESOLVE_S = 5.0
-"""Interval in seconds at which peers' names are resolved and unresponsive peers are retried."""
+"""Interval in seconds at which peer names are resolved and unresponsive peers are retried."""
 MAX_LOADS = 16
 """Maximum number of concurrent loads."""
 MAX_LOOKS = 64
@@ -45,16 +45,16 @@ MAX_LOOKS = 64
 MAX_QUEUED = 256
 """Maximum number of blocks waiting to be copied to a peer. Waiting blocks are pinned."""
 BATCH_BYTES = 32 << 20
-"""Size in bytes at which a batch of copies is full and is sent."""
+"""Size in bytes at which a batch of blocks to copy is full and is sent."""
 
 _NOT_THERE = {Status.MISS, Status.CORRUPT}
-"""Results that show that a hint was wrong."""
+"""Results of reads that reveal a wrong hint."""
 
 log = logging.getLogger(__name__)
 
 
 class Hints:
-    """Remembers which peers probably have which blocks, for a limited time and number of blocks."""
+    """Remembers, for a limited time and number of blocks, which peers probably have them."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Hints:
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """The state of one peer, for statistics and logs."""
+    """One peer's state, for statistics and logs."""
 
     address: str
     is_self: bool
@@ -141,12 +141,13 @@ class RemoteTier:
 
         Args:
             targets: `host:port` of peers. A name may have several addresses, which may change.
-            namespace: namespace of the keys. Peers with another namespace refuse requests.
+            namespace: namespace of the keys. Peers with a different namespace refuse requests.
             block_bytes: size of every block.
-            instance: `KVStoreService.instance` of this process, to detect its own address.
+            instance: `KVStoreService.instance` of this process, by which the tier recognises its
+                own address among the peers.
             deadline_s: maximum seconds for one load, and for one batch of copies.
-            copies: whether to copy blocks to a peer at all.
-            server_name: name in the peers' certificates, or "" to expect their target's host name.
+            copies: whether to copy blocks to peers at all.
+            server_name: name in the peers' certificates, or "" to expect the target's host name.
             material: returns the newest client certificate, or None if peers use plaintext.
             look_s: maximum seconds for a look-up, or None for a quarter of the deadline.
             resolve_s: seconds between two name resolutions.
@@ -167,7 +168,7 @@ class RemoteTier:
         self._removed: OrderedDict[bytes, None] = OrderedDict()
         self._removed_chains = set[bytes]()
         self._is_distrusted = False
-        """Whether reads from peers are suspended, until `trust` is called."""
+        """Whether reads from peers are suspended until `trust` is called."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._num_loads = 0
@@ -250,7 +251,7 @@ class RemoteTier:
         return [peer for peer in peers if peer is not None and not peer.breaker.is_open]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Never read these blocks again, because peers may have damaged copies."""
+        """Never read these blocks from peers again, because peers' copies may be damaged."""
         self._hints.forget(keys)
         with self._lock:
             self._removed.update(dict.fromkeys(keys))
@@ -258,9 +259,9 @@ class RemoteTier:
                 self._removed.popitem(last=False)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Never read blocks of these chains again, because peers may have damaged copies.
+        """Never read these chains from peers again, because peers' copies may be damaged.
 
-        With None, no block is read until `trust` is called.
+        If `chains` is None, no block is read from peers until `trust` is called.
         """
         with self._lock:
             is_new = chains is None and not self._is_distrusted
@@ -276,7 +277,7 @@ class RemoteTier:
         """Resume reads from peers after `remove_chains(None)` has suspended them.
 
         This is safe, for example, once the worker that damaged blocks has exited. Blocks and chains
-        that were removed individually are still never read again.
+        that were removed individually are still not read.
         """
         with self._lock:
             was_distrusted = self._is_distrusted
@@ -321,7 +322,7 @@ class RemoteTier:
         return results
 
     def _read(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
-        """Read from one peer at a time, always choosing the peer with the most missing blocks."""
+        """Read from one peer at a time, always choosing the one with the most missing blocks."""
         tried = set[str]()
         missing = list(range(len(transfers)))
         while missing:
@@ -399,7 +400,7 @@ class RemoteTier:
                 start = end
 
     def _next_batch(self) -> list[_Copies]:
-        """Wait for blocks to copy. Return an empty list if the tier is closed and none are left."""
+        """Wait for blocks to copy, and return them. Return [] once the tier is closed and done."""
         batch = list[_Copies]()
         num_bytes = 0
         with self._has_copies:
@@ -480,7 +481,7 @@ class RemoteTier:
             self._closing.wait(self._resolve_s)
 
     def _log_peers(self, before: Sequence[PeerState]) -> list[PeerState]:
-        """Log all peers in one line if any was added, removed or changed state, and return them."""
+        """Log all peers in one line if their list or a peer's state changed, and return them."""
         peers = [each for each in self.peers() if not each.is_self]
         if _standing(peers) != _standing(before):
             facts = {each.address: each.problem for each in peers if each.is_left_alone}
@@ -489,7 +490,7 @@ class RemoteTier:
         return peers
 
     def _use(self, resolved: dict[str, set[str]]) -> None:
-        """Add clients for new addresses, and close clients whose address no longer exists."""
+        """Create clients for new addresses, and close those whose address no longer exists."""
         peers = dict[str, PeerClient]()
         for target, current in resolved.items():
             host = target.rpartition(":")[0]

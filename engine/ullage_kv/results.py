@@ -1,4 +1,4 @@
-"""Per-block results of calls to the store and its tiers. A miss is a result, not an exception."""
+"""Per-block results of store and tier calls. A miss is a result rather than an exception."""
 
 import enum
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ HOST = "host"
 
 
 class Status(enum.StrEnum):
-    """What happened to one block."""
+    """The outcome of a call for one block."""
 
     STORED = "stored"
     EXISTS = "exists"
@@ -19,9 +19,9 @@ class Status(enum.StrEnum):
     FULL = "full"
     """No slot is free, and no block can currently be evicted."""
     BUSY = "busy"
-    """Nothing was done. Another client is writing the block, or the tier's queue is full."""
+    """Nothing was done, because another client is writing the block or the tier's queue is full."""
     CORRUPT = "corrupt"
-    """The checksum of the data read is wrong. The block was dropped."""
+    """The block's data does not match its checksum. The block was dropped."""
     STALE = "stale"
     """The reservation or pin has already been released."""
     TIMEOUT = "timeout"
@@ -42,7 +42,7 @@ class Result:
     tier: str = ""
     """Name of the tier that has or had the block, or "" if there is none."""
     num_bytes: int = 0
-    """Number of bytes that were copied."""
+    """Number of bytes copied."""
     error: str = ""
     """One-line description of the failure, or "" if there was none."""
 
@@ -53,7 +53,7 @@ class Result:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the tier currently accepts no requests, so that other blocks would fail, too."""
+        """Whether the tier currently refuses requests, so that other blocks would fail as well."""
         return self.status in _REFUSALS
 
 

@@ -1,9 +1,9 @@
-"""`KVStoreService`, with which peers read blocks from a store's host memory and copy blocks to it.
+"""`KVStoreService`, through which peers read blocks from a store's host memory and add blocks.
 
-A peer holds slots only under a lease of `PeerLeases`. Leases expire, so that the slots of a peer
-that dies or hangs are freed. Before each chunk, the lease is rechecked on the thread that also ends
-leases. A chunk is therefore never read from or written to a slot that has been given to another
-block.
+A peer can hold slots only under a lease (see `PeerLeases`). Leases expire, so that the slots of a
+peer that dies or hangs are freed. The lease is rechecked before each chunk of data is transferred,
+on the same thread that ends leases. A chunk is therefore never read from or written to a slot that
+now belongs to another block.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from ullage_kv.store import Block, Store
 MAX_LEASE_S = 10.0
 """Maximum duration of a peer's lease, in seconds."""
 MAX_LEASES = 64
-"""Maximum number of concurrent leases of one peer."""
+"""Maximum number of concurrent leases per peer."""
 PEER_SHARE = 4
 """Divisor N: one peer may hold 1/N of the slots, and all peers together may hold 2/N."""
 
@@ -43,13 +43,13 @@ _ROOMS = {
     Status.BUSY: pb.ROOM_BUSY,
 }
 _TIMER_SLACK_S = 0.01
-"""Seconds that a timer waits past the end of a lease, to allow for clock rounding."""
+"""Seconds to add to a lease's timer, so that clock rounding does not make it fire too early."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Served(NamedTuple):
-    """The store that peers currently read from and write to."""
+    """The store that peers can currently read from and write to."""
 
     store: Store
     namespace: bytes
@@ -70,12 +70,12 @@ class PeerTraffic:
     leases: int
     held_slots: int
     expired_leases: int
-    """Number of leases that expired before the peer ended them."""
+    """Number of leases that expired before their peer ended them."""
 
 
 @dataclass(slots=True)
 class NewBlock:
-    """A block that is being written sequentially to its reserved slot."""
+    """A block that a peer is writing to a reserved slot, from start to end."""
 
     key: bytes
     parent: bytes | None
@@ -85,7 +85,7 @@ class NewBlock:
 
 @dataclass(slots=True, eq=False)
 class PeerLease:
-    """A lease of one peer, with its pinned blocks by key and new blocks by index in the request."""
+    """A peer's lease, with pinned blocks by key and new blocks by index in the request."""
 
     number: int
     peer: str
@@ -100,7 +100,7 @@ class PeerLease:
 
 
 class PeerLeases:
-    """All peers' leases. Threads other than the event loop's may only read the counters."""
+    """The leases of all peers. Threads other than the event loop's may only read the counters."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -186,7 +186,7 @@ def _aborts(
 
 
 class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
-    """The KV store service of one process. All RPCs run on a single event loop."""
+    """A process's KV store service. All RPCs run on a single event loop."""
 
     def __init__(self, served: Callable[[], Served | None]) -> None:
         """Serve the store that `served` returns, or refuse requests while it returns None."""
@@ -408,11 +408,10 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
     def _find(self, number: int) -> PeerLease:
         """Return an open lease of the current store.
 
-        If the lease belongs to an earlier store, it is ended, because both stores use the same
-        memory.
+        A lease of an earlier store is ended, because the current store uses the same memory.
 
         Raises:
-            ServiceError: there is no such lease.
+            ServiceError: the current store has no such lease.
         """
         held = self.leases.find(number)
         served = self._served()
@@ -426,9 +425,9 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return self.leases.open(store, address, _ttl_s(lease_ms))
 
     def _grant(self, held: PeerLease, lease_ms: int) -> tuple[int, int]:
-        """Schedule the end of a lease, and return its id and its duration in milliseconds.
+        """Schedule the end of a lease, and return its id and duration in milliseconds.
 
-        If the lease has no slots, end it immediately and return zeros.
+        If the lease holds no slots, end it immediately and return zeros.
         """
         if not held.num_slots:
             self.leases.end(held.number)

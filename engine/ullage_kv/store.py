@@ -1,6 +1,6 @@
-"""The KV store, which keeps blocks in host memory and copies of them in lower tiers.
+"""The KV store, which keeps blocks in host memory, and copies of them in lower tiers.
 
-Blocks are written to host memory first. Blocks that are likely to be read again are copied to lower
+Blocks are written to host memory first. Those that are likely to be read again are copied to lower
 tiers in the background (see `write_through`). Eviction drops blocks without copying them. Blocks
 that only a lower tier has are fetched into host memory before they are read (see `fetch`).
 """
@@ -33,11 +33,11 @@ class Block(NamedTuple):
 
     key: bytes
     parent: bytes | None = None
-    """Key of the previous block in the chain, or None if unknown or if this block is the first."""
+    """Key of the previous block in the chain, or None if unknown or if there is no such block."""
     is_kept: bool = False
-    """Whether to copy the block to lower tiers immediately, because it will be read again.
+    """Whether to copy the block to lower tiers at once, because it is expected to be read again.
 
-    Other blocks are copied to lower tiers on their second use.
+    Other blocks are copied when they are used for the second time.
     """
 
 
@@ -142,7 +142,7 @@ class Store:
         refs: list[SlotRef | None],
         deadline_s: float,
     ) -> list[Result]:
-        """Copy blocks from pinned slots, first fetching and pinning those not pinned yet."""
+        """Copy blocks from pinned slots, after fetching and pinning any that are not pinned yet."""
         fetch = BlockFetch(self._loader, keys, self._clock() + deadline_s)
         fetching = []
         if None in refs:
@@ -249,7 +249,7 @@ class Store:
             tier.remove_chains(chains)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count one use of each block in a chain, copying it to lower tiers on its second use."""
+        """Count a use of each block in a chain. Copy blocks to lower tiers on their second use."""
         self.index.touch(keys)
         self._write_through.copy(keys)
 
@@ -266,11 +266,11 @@ class Store:
     ) -> "Future[list[Result]]":
         """Start fetching blocks that only lower tiers have into host memory.
 
-        A block that another call is already fetching is not loaded twice. Instead, this call waits
-        for that load, which continues even if this call reaches its deadline. Long lists of blocks
-        are split into parts. The first parts start immediately, and each later part starts when an
-        earlier one has finished. If a tier refuses every block in a part because it is full, busy
-        or unresponsive, all later blocks get the same result.
+        If another call is already fetching a block, this call waits for that load instead of
+        starting a second one. The load continues even if this call times out. Long lists of blocks
+        are split into chunks. The first few chunks start immediately, and each later chunk starts
+        when an earlier one has finished. If a tier refuses every block in a chunk because it is
+        full, busy or unresponsive, all remaining blocks get the same result.
 
         Returns:
             A future that completes within `deadline_s` seconds. For each block, its result is HIT
@@ -281,7 +281,7 @@ class Store:
     # for those that write and read slots themselves ----------------------------------------------
 
     def offer(self, lease: Lease, blocks: Sequence[Block]) -> list[SlotRef | None]:
-        """Reserve a slot for each block that is not stored yet, for the lease holder to write to.
+        """Reserve slots in which the lease holder can write the blocks that are not stored yet.
 
         Returns:
             The slot of each block, or None if the block is already stored or no slot is free.
@@ -305,11 +305,11 @@ class Store:
         return self._stored if status is Status.STORED else Result(status, HOST)
 
     def was_read(self, results: Sequence[Result]) -> None:
-        """Record blocks that a lease holder has read directly from slots."""
+        """Count blocks that a lease holder has read directly from slots."""
         self._counter.loaded(results)
 
     def stats(self) -> list[TierStats]:
-        """Return the statistics of every tier, host memory first."""
+        """Return every tier's statistics, with host memory first."""
         index = self.index
         num_used = index.num_slots - index.num_free
         host = self._counter.stats(
@@ -332,14 +332,14 @@ class Store:
         self.index.check_integrity([self._own, *leases])
 
     def close(self) -> None:
-        """Close all tiers. The arena stays open, because its owner closes it."""
+        """Close all tiers. The arena stays open until its owner closes it."""
         for tier in self._tiers:
             tier.close()
         self._loader.close()
         self._own.close()
 
     def _copy_down_if(self, blocks: Sequence[Block], in_host: Sequence[bool]) -> None:
-        """Copy blocks in host memory to lower tiers if they are kept or used often enough."""
+        """Copy blocks in host memory to lower tiers if `is_kept` is set or they are used often."""
         for is_kept in (False, True):
             chosen = [
                 block.key

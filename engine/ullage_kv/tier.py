@@ -1,4 +1,4 @@
-"""The interface of tiers below host memory, with counters and a circuit breaker for them."""
+"""The interface for tiers below host memory, and the counters and circuit breaker they use."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from ullage_kv.results import Result, Status
 
 MAX_FAILURES = 3
-"""Number of consecutive failures that open the circuit breaker of a tier or a peer."""
+"""Number of consecutive failures after which a tier's or peer's circuit breaker opens."""
 PAUSE_S = 1.0
 """Initial time in seconds for which an open circuit breaker rejects all calls."""
 MAX_PAUSE_S = 60.0
@@ -31,8 +31,8 @@ class Transfer(NamedTuple):
 class LowerTier(Protocol):
     """A tier below host memory.
 
-    Calls return immediately, and the tier's threads do the work. Tiers are thread-safe. Errors are
-    returned as results and never raised. Loaded blocks are verified.
+    Calls return immediately, and the tier's own threads do the work. Tiers are thread-safe. Errors
+    are returned as results and never raised. Loaded blocks are verified.
     """
 
     @property
@@ -41,7 +41,7 @@ class LowerTier(Protocol):
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
         """Find out which of the blocks this tier stores, so that `holds` can answer.
 
-        The returned future is already complete if the answer is known. Otherwise it completes
+        If the answer is already known, the returned future is complete. Otherwise it completes
         within a fraction of a load's deadline. It never fails.
         """
 
@@ -61,10 +61,10 @@ class LowerTier(Protocol):
         """
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        """Store copies of blocks. The result is BUSY if too many blocks are already waiting."""
+        """Store copies of blocks. The result is BUSY if too many blocks are waiting already."""
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks, which must never be read again."""
+        """Drop copies of blocks, which must never be read again."""
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
         """Drop all blocks of the given chains, or all blocks if None.
@@ -75,12 +75,12 @@ class LowerTier(Protocol):
     def stats(self) -> "TierStats": ...
 
     def close(self) -> None:
-        """End all transfers and join the threads. Later calls return UNAVAILABLE."""
+        """Stop all transfers and join the threads. Later calls return UNAVAILABLE."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """How full a tier is, and what it has counted since it was opened."""
+    """How full a tier is, and its counters since it was opened."""
 
     name: str
     backend: str
@@ -91,7 +91,7 @@ class TierStats:
     hits: int = 0
     """Number of blocks that were read from this tier."""
     misses: int = 0
-    """Number of blocks that were requested from this tier but not read, for any reason."""
+    """Number of blocks that were requested from this tier but not read, for whatever reason."""
     evictions: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
@@ -133,7 +133,7 @@ class BusyTime:
 
 
 class TierCounter:
-    """Counts the results and transferred bytes of one tier. Thread-safe."""
+    """Counts one tier's results and transferred bytes. Thread-safe."""
 
     def __init__(self) -> None:
         self.reading = BusyTime()
@@ -202,7 +202,7 @@ class CircuitBreaker:
                                        ▲                        │
                                        └──── failure, twice the pause
 
-    Every call to an unresponsive file system or peer takes its full deadline. With a breaker, only
+    A call to an unresponsive file system or peer blocks until its deadline. With a breaker, only
     the first few callers wait that long, and after that only one caller per pause. Thread-safe.
     """
 
@@ -249,8 +249,8 @@ class CircuitBreaker:
     def allows(self) -> bool:
         """Return whether the caller may make a call now.
 
-        After a pause, a single caller is allowed to make a call as a probe. If this call reports
-        neither success nor failure within another pause, the next caller may probe.
+        After a pause, only one caller is let through as a probe. If it reports neither success nor
+        failure within another pause, the next caller may probe.
         """
         with self._lock:
             if self._until is None:
@@ -263,7 +263,7 @@ class CircuitBreaker:
             return True
 
     def succeeded(self) -> None:
-        """Record a success of any call, which closes the breaker."""
+        """Record a successful call, which closes the breaker."""
         with self._lock:
             self._failures = 0
             self._pause_s = self._first_pause_s
@@ -273,8 +273,8 @@ class CircuitBreaker:
     def failed(self) -> bool:
         """Record a failed call, and return whether it opened the breaker.
 
-        While the breaker is open, only the failure of a probe counts. Failures of calls that
-        started before the breaker opened are ignored.
+        While the breaker is open, only a failed probe counts. Failures of calls that started before
+        it opened are ignored.
         """
         with self._lock:
             if self._until is not None and not self._is_probing:

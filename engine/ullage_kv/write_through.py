@@ -1,4 +1,4 @@
-"""Selective write-through: copies blocks that are likely to be read again to lower tiers."""
+"""Selective write-through: copies blocks to lower tiers if they are likely to be read again."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from ullage_kv.tier import LowerTier, Transfer
 _MIN_USES = 2
 """Number of uses after which an ordinary block is copied to lower tiers.
 
-Blocks that are marked as kept are copied on their first use.
+Blocks whose `Block.is_kept` is set are copied on their first use.
 """
 
 _PART_BYTES = 16 << 20
-"""Maximum bytes per save call to a lower tier. The call's blocks stay pinned until it completes."""
+"""Maximum bytes per `save` call to a lower tier, whose blocks stay pinned until it completes."""
 
 
 class WriteThrough:
@@ -49,7 +49,7 @@ class WriteThrough:
         self._part_blocks = max(1, min(PART_BLOCKS, _PART_BYTES // block_bytes))
 
     def copy(self, keys: Sequence[bytes], *, are_kept: bool = False) -> None:
-        """Start copying the blocks that have been used often enough, or all if `are_kept`."""
+        """Start copying blocks that have been used often enough, or all if `are_kept` is set."""
         if not self._tiers:
             return
 
@@ -70,7 +70,7 @@ class WriteThrough:
                 return
 
     def _save(self, tier: LowerTier, keys: Sequence[bytes]) -> "Future[list[Result]] | None":
-        """Start saving those blocks that a tier wants. Return None if it wants none of them."""
+        """Start saving the blocks of which a tier wants a copy. Return None if it wants none."""
         wanted = itertools.compress(keys, tier.wants(keys))
         pinned = [(key, ref) for key in wanted if (ref := self._lease.pin(key)) is not None]
         if not pinned:

@@ -34,7 +34,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Allocate `count` blocks, if possible consecutive ones that directly follow `after`.
+        """Allocate `count` blocks, preferably a consecutive range that starts right after `after`.
 
         Raises:
             PoolExhaustedError: if too few blocks are free. No block is allocated in this case.
@@ -56,7 +56,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference to each block. Blocks with no references left become free."""
+        """Drop one reference to each block, and free the blocks that have no references left."""
         for block in block_ids:
             assert self._ref_counts[block] > 0, f"block {block} is free already"
             self._ref_counts[block] -= 1
@@ -64,7 +64,7 @@ class BlockPool:
                 self._put(block)
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert that `tables` account for all references, and all other blocks are free."""
+        """Assert that `tables` account for all references, and that all other blocks are free."""
         held = Counter(block for table in tables for block in table)
         for block, ref_count in enumerate(self._ref_counts):
             assert held[block] == ref_count, f"block {block}: {held[block]} held, {ref_count}"

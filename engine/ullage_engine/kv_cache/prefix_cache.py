@@ -25,9 +25,9 @@ class _Session:
     used_at: float
     """Time of the session's last use, in seconds."""
     last_used: int
-    """Logical clock tick of the session's last use of its blocks."""
+    """Logical clock tick at which the session last used its blocks."""
     num_windows: int
-    """Number of blocks at the end of `path` whose sliding-window blocks are also pinned."""
+    """Number of trailing blocks in `path` whose sliding-window blocks are pinned as well."""
 
 
 class Sessions:
@@ -53,8 +53,8 @@ class Sessions:
     def keep(self, session_id: str, path: list[int], last_used: int) -> None:
         """Pin the first blocks of a cached prefix, replacing the session's earlier pins.
 
-        `path` lists the prefix's blocks in order, and only as many as the limit per session allows
-        are pinned. `last_used` is the logical clock tick at which the session released the blocks.
+        `path` lists the prefix's blocks in order. Blocks beyond the per-session limit are not
+        pinned. `last_used` is the logical clock tick at which the session released the blocks.
         """
         path = path[: self._max_blocks]
         num_windows = len(self._tree.window_blocks(path))
@@ -106,7 +106,7 @@ class Sessions:
 
 @dataclass(frozen=True, slots=True)
 class KvPolicy:
-    """Limits on the KV cache contents that are kept while no running sequence uses them."""
+    """Settings that limit how much KV is kept while no running sequence uses it."""
 
     prefix_cache: bool = True
     """Whether full blocks are kept so that requests with the same prefix can reuse them."""
@@ -121,10 +121,10 @@ class KvPolicy:
     kv_space: bytes = b""
     """Namespace of the KV blocks in tiers outside the device, or b"" if there are no such tiers."""
     prefetch: bool = True
-    """Whether KV from tiers may be copied to the device while a step runs.
+    """Whether KV from other tiers may be copied to the device while a step is being computed.
 
     This is not possible with several ranks. No rank can tell when another rank has finished its
-    copies, so host memory slots would be released while another rank still reads them.
+    copies, so host memory slots might be released while another rank is still reading them.
     """
 
 
@@ -205,21 +205,21 @@ class PrefixCache:
         return self._pool.ref_count(block) > 1
 
     def is_shared_at(self, table: list[int], index: int) -> bool:
-        """Return whether the block table has a block at this index, and the block is shared."""
+        """Return whether this index is within the block table and refers to a shared block."""
         return 0 <= index < len(table) and self.is_shared(table[index])
 
     def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
         """Find the cached blocks of the longest prefix of `token_ids`, excluding the last token.
 
-        A request can only match blocks of requests with the same cache salt. See `RadixTree.match`
-        for `path`.
+        A request can only match blocks that requests with the same cache salt have computed.
+        See `RadixTree.match` for the meaning of `path`.
         """
         return self._tree.match(token_ids, salt, path) if self.has_cache else []
 
     def window_blocks(self, hits: list[int]) -> list[int]:
         """Return the sliding-window blocks that a sequence needs to continue after `hits`.
 
-        `hits` are the cached blocks of the sequence's beginning.
+        `hits` are the cached blocks that match the sequence's prefix.
         """
         return self._tree.window_blocks(hits)
 
@@ -228,13 +228,13 @@ class PrefixCache:
         return self._tree.first_window_block(position)
 
     def count_reclaimable(self, cached: Iterable[int]) -> int:
-        """Return how many of the `cached` blocks are held by no sequence."""
+        """Count the blocks in `cached` that no sequence holds."""
         return sum(self._tree.is_reclaimable(block) for block in cached)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Allocate `count` blocks, evicting cached blocks if too few are free.
 
-        If possible, the blocks directly follow the block `after`.
+        The blocks directly follow the block `after` if possible.
 
         Raises:
             PoolExhaustedError: if too few blocks are available.
@@ -276,8 +276,8 @@ class PrefixCache:
         All blocks before `first` must already be cached.
 
         Returns:
-            The same table, or a copy if the cache already stores some of the tokens in other
-            blocks. The copy uses those cached blocks, and the table's duplicates are freed.
+            The table itself, or a modified copy if some of the tokens are already cached in other
+            blocks. The copy refers to those cached blocks, and the duplicates are freed.
         """
         if not self.has_cache:
             return table
@@ -302,10 +302,10 @@ class PrefixCache:
         return merged
 
     def insert_windows(self, table: list[int], windows: list[int], first: int) -> None:
-        """Cache the window blocks of a table's cached blocks, starting at index `first`.
+        """Attach `windows` to a block table's cached blocks, starting at index `first`.
 
-        If the cache already has a window block for the same tokens, that block replaces the one in
-        `windows`.
+        If a cached block already has a window block, that block replaces the duplicate in
+        `windows`, which is released.
         """
         for index, own in enumerate(windows):
             if first + index >= len(table):
@@ -324,7 +324,7 @@ class PrefixCache:
         return self._tree.set_content_key(block, content_key)
 
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
-        """Return the content key of a cached block (see `RadixTree.content_key`)."""
+        """Return a cached block's content key (see `RadixTree.content_key`)."""
         return self._tree.content_key(block, is_window=is_window)
 
     def take_keys(self, path: list[int] | None) -> None:
@@ -342,7 +342,7 @@ class PrefixCache:
         return self._tree.window_block(block)
 
     def evict_branch(self, path: list[int]) -> None:
-        """Evict all blocks of texts that begin with the path's first block, and end their sessions.
+        """Evict the path's first block and its descendants, and end the sessions that use them.
 
         Blocks in use stay allocated but can no longer be matched.
         """
@@ -356,7 +356,7 @@ class PrefixCache:
             self._pool.free([self._evict()])
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert that the block tables in `tables` and the cache account for all references."""
+        """Assert that `tables` and the cache together account for all block references."""
         present = [list(table) for table in tables]
         held = {block for table in present for block in table}
         cached = [block for block in range(self.num_blocks) if block in self._tree]

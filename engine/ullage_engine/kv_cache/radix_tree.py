@@ -3,10 +3,10 @@
 The path from the root to a block spells out the cache salt and all tokens up to the end of the
 block. Only requests with the same salt may read the block.
 
-Layers with sliding windows have separate blocks. A cached block may have one of these blocks for
-the same tokens, called its window block. Once every window has moved past a window block, it can be
-reclaimed even though its sequence is still running. A match must therefore end at a position where
-all blocks of the preceding window are still cached.
+Layers with sliding windows keep their KV in separate blocks. A cached block may therefore have a
+window block, which stores the same tokens for these layers. Once no window reaches back to a window
+block, that block can be reclaimed even though its sequence is still running. A match must therefore
+end at a position where the whole preceding window is still cached.
 """
 
 from collections import OrderedDict
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 _ROOT = -1
 
 _Key = tuple[str, tuple[int, ...]]
-"""Key of a node among its siblings: its tokens and, only for a text's first block, the salt."""
+"""Key of a node among its siblings: cache salt (only for a text's first block) and tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """One cached block, which is valid only after the blocks of all its ancestors."""
+    """One cached block. Its KV depends on the tokens of all its ancestors."""
 
     parent: "_Node | None"
     key: _Key
@@ -41,7 +41,7 @@ class _Node:
 
 
 Path = list[_Node]
-"""A path in the tree, without the root. Some of its nodes may have been evicted since."""
+"""Nodes on a path from the root, which is excluded. Some may have been evicted since."""
 
 
 class RadixTree:
@@ -65,18 +65,18 @@ class RadixTree:
         self._root = _Node(None, ("", ()), _ROOT)
         self._by_block: dict[int, _Node] = {}
         self._by_window: dict[int, _Node] = {}
-        """Maps each window block to its node."""
+        """Maps each window block to the node it is attached to."""
 
         # Eviction queues, the least recently used first.
         self._evictable: OrderedDict[int, _Node] = OrderedDict()
-        """Reclaimable, unpinned blocks without children, except the blocks in `_idle`."""
+        """Reclaimable, unpinned leaf blocks, except those in `_idle`."""
         self._idle: OrderedDict[int, _Node] = OrderedDict()
         """Reclaimable, unpinned leaf blocks of expired sessions, which are evicted first."""
         self._evictable_windows: OrderedDict[int, _Node] = OrderedDict()
         """Reclaimable, unpinned window blocks, least recently used first."""
 
         self.num_reclaimable = 0
-        """Number of blocks, including window blocks and pinned blocks, that no sequence holds."""
+        """Number of blocks that no sequence holds, including window blocks and pinned blocks."""
         self.num_pinned = 0
 
     @property
@@ -136,7 +136,7 @@ class RadixTree:
         return node.content_key if node else None
 
     def take_keys(self, block: int | None) -> None:
-        """Clear the content keys of `block` and all blocks below it, or all keys if None."""
+        """Clear the content keys of `block` and its descendants, or of all blocks if it is None."""
         branch = [self._root if block is None else self._by_block[block]]
         for node in branch:
             branch.extend(node.children.values())
@@ -146,7 +146,7 @@ class RadixTree:
         """Find the cached blocks of the longest prefix of `token_ids` under a cache salt.
 
         The prefix excludes the last token, which is always computed because its logits are needed.
-        It ends at a position where all window blocks that are read next are cached.
+        It ends at a position where all window blocks that the next token needs are cached.
 
         Args:
             token_ids: tokens of a text.
@@ -170,7 +170,7 @@ class RadixTree:
         return blocks[: self._readable(nodes)] if self._window_tokens else blocks
 
     def _extend(self, nodes: Path, token_ids: list[int], salt: str) -> None:
-        """Extend a path with the cached nodes of the tokens that follow it."""
+        """Extend a path with the cached blocks that store the next tokens of the text."""
         size = self._block_tokens
         node = nodes[-1] if nodes else self._root
         for start in range(len(nodes) * size, (len(token_ids) - 1) // size * size, size):
@@ -182,9 +182,9 @@ class RadixTree:
             node = child
 
     def _readable(self, nodes: Path) -> int:
-        """Return the number of leading nodes after which a sequence can continue.
+        """Return how many leading nodes a new sequence can reuse.
 
-        It is the largest number for which the window before the next token is fully cached.
+        This is the largest number for which the window before the next token is fully cached.
         """
         num_windows = length = 0
         for count, node in enumerate(nodes, start=1):
@@ -201,12 +201,12 @@ class RadixTree:
         Args:
             parent: block of the preceding tokens, or None at the beginning of a text.
             tokens: the block's tokens.
-            block: the block.
-            salt: cache salt, used at the beginning of a text only.
+            block: the block, which counts as in use.
+            salt: cache salt, which matters only for the first block of a text.
 
         Returns:
-            The block that the tree keeps: `block`, which counts as in use, or the block that
-            already stored the same tokens.
+            The block that the tree keeps: either `block`, or the block that already stored the same
+            tokens.
         """
         above = self._root if parent is None else self._by_block[parent]
         key = (salt if parent is None else "", tokens)
@@ -233,7 +233,7 @@ class RadixTree:
         node.is_idle = False
 
     def touch(self, block: int, tick: int) -> None:
-        """Record the logical clock tick of a block's last use, which sets the eviction order."""
+        """Record the logical clock tick of a block's last use. It determines the eviction order."""
         if (node := self._by_window.get(block)) is not None:
             node.window_last_used = tick
         else:
@@ -255,7 +255,7 @@ class RadixTree:
     def pin(self, block: int, *, with_window: bool = False) -> None:
         """Prevent the block's eviction until `unpin` has been called as often as `pin`.
 
-        With `with_window`, the block's window block is pinned, too. Pass the same value to `unpin`.
+        With `with_window`, its window block is pinned as well. Pass the same value to `unpin`.
         """
         node = self._by_block[block]
         if with_window:
@@ -274,9 +274,9 @@ class RadixTree:
 
         Args:
             block: the pinned block.
-            idle_since: tick at which the session that pinned the block last used it, if the session
-                has expired. Unless another request has used the block since, it is evicted before
-                all other blocks.
+            idle_since: the tick at which an expired session last used the block, or None if the
+                session has not expired. Blocks of expired sessions are evicted before all other
+                blocks, unless another request has used them since.
             with_window: the value that was passed to `pin`.
         """
         node = self._by_block[block]

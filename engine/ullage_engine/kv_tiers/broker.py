@@ -1,7 +1,7 @@
 """The broker, which answers a worker's queries about KV blocks outside the device.
 
-The worker copies blocks between the device and slots of shared memory, which the broker grants. The
-worker's reservations and pins belong to one lease, which ends when the worker exits. When a request
+The worker copies blocks between the device and slots in shared memory that the broker has reserved
+or pinned for it. A single lease tracks these slots and ends when the worker exits. When a request
 arrives, the broker loads its prefix from lower tiers into shared memory if that is faster than
 computing it (see `loads`).
 """
@@ -38,9 +38,9 @@ from ullage_kv.store import DEADLINE_S
 log = logging.getLogger("ullage.engine.kv")
 
 _PREFETCH_SHARE = 0.5
-"""Maximum fraction of host memory slots for prefetched blocks.
+"""Maximum fraction of host memory slots that prefetched blocks may occupy.
 
-With more, waiting requests would evict each other's blocks, which would have to be loaded again."""
+Beyond that, waiting requests would evict each other's blocks, which would have to be reloaded."""
 
 
 class TierHits(NamedTuple):
@@ -53,10 +53,10 @@ class TierHits(NamedTuple):
 
 
 class BlockFormat(NamedTuple):
-    """The properties of a worker's blocks that determine their keys and usable prefixes."""
+    """The properties of a worker's blocks that determine their keys and the usable prefixes."""
 
     space: bytes
-    """Namespace of the keys."""
+    """Namespace of the block keys."""
     block_tokens: int
     window_tokens: int
     """Length in tokens of sliding windows with separate blocks, or 0 if there are none."""
@@ -69,12 +69,12 @@ class BlockFormat(NamedTuple):
 
 @dataclass(slots=True)
 class _Beginning:
-    """The stored prefix of a request, and the progress of its loads."""
+    """A request's stored prefix, and the progress of loading it."""
 
     looking: Future[None]
     """Future that completes once the tiers have reported which blocks they have."""
     tiers: list[str] | None = None
-    """Tier of each block at the first decision on what to load, or None before that decision."""
+    """Tier of each block when the broker first decided what to load, or None before then."""
     first: int = 0
     """Index of the first block to load. Blocks before it are in host memory or computed."""
     num_prefetched: int = 0
@@ -93,7 +93,7 @@ class _Pinned(NamedTuple):
 
 
 class KvBroker:
-    """Answers the KV queries of a worker and, after a restart, its successor. Not thread-safe."""
+    """Answers the worker's KV queries and outlives worker restarts. Not thread-safe."""
 
     def __init__(
         self,
@@ -163,8 +163,8 @@ class KvBroker:
         """Start prefetching the stored prefix of a request if that is faster than computing it.
 
         Returns:
-            The number of stored blocks that the request can use, or the request's total number of
-            full blocks if the tiers have not answered yet.
+            The number of stored blocks that the request can use. If the tiers have not answered
+            yet, this is the upper limit: the request's total number of full blocks.
         """
         kv = self._format
         salt = request.cache_salt
@@ -192,8 +192,8 @@ class KvBroker:
     def _look(self, keys: list[bytes]) -> "Future[None]":
         """Ask the tiers which blocks of a prefix they store.
 
-        Which window blocks are needed depends on the length of the stored prefix, which is not
-        known yet. The query therefore includes all window blocks.
+        The query includes all window blocks, because the ones that are needed depend on the length
+        of the stored prefix, which is not known yet.
         """
         if not self._format.window_tokens:
             return self._store.look(keys)
@@ -225,7 +225,7 @@ class KvBroker:
     def _lookup(self, keys: list[bytes]) -> list[str]:
         """Return the tier of each block in the longest usable stored prefix.
 
-        A prefix is usable if the window blocks that the next token needs are stored, too.
+        A prefix is usable if the window blocks that the next token needs are stored as well.
         """
         tiers = self._store.lookup_prefix(keys)
         if not self._format.window_tokens:
@@ -248,9 +248,9 @@ class KvBroker:
         num_here: int | None = None,
         starts_at: float = 0.0,
     ) -> None:
-        """Choose the first block to load, and set `beginning.first` to its index.
+        """Choose which block to load first, and store its index in `beginning.first`.
 
-        A later decision may replace an earlier one.
+        Calling this again for the same request overwrites the earlier choice.
 
         Args:
             request_id: the request's id.
@@ -303,18 +303,18 @@ class KvBroker:
             self._num_prefetched -= beginning.num_prefetched
 
     def _forget_begun(self) -> None:
-        """Drop the prefixes of the oldest requests that have begun and may never query them."""
+        """Drop the oldest prefixes whose requests have begun, as they may never be queried."""
         while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
             self._forget(oldest)
 
     def _load(
         self, keys: list[bytes], first: int, longest_s: float | None = None
     ) -> list[Future[Any]]:
-        """Start loading the blocks from index `first` on, and the last window blocks."""
+        """Start loading the blocks from index `first` on, and the window blocks they require."""
         return self._loads.load([*keys[first:], *self._last_windows(keys)], longest_s)
 
     def _last_windows(self, keys: list[bytes]) -> list[bytes]:
-        """Return the keys of the window blocks that the token after these blocks needs."""
+        """Return the keys of the window blocks that are needed to compute the next token."""
         if not self._format.window_tokens:
             return []
         first = self._format.first_window_block(len(keys))
@@ -351,7 +351,7 @@ class KvBroker:
         self._num_prefetched = 0
 
     def check_integrity(self) -> None:
-        """Assert that all reserved and pinned slots belong to unfinished exchanges."""
+        """Assert that every reserved or pinned slot belongs to an unfinished query or offer."""
         assert len(self._lease.reserved) == len(self._reserved), "reservations lost or doubled"
         pins = Counter(ref for pinned in self._pinned.values() for ref in pinned.refs)
         assert pins == self._lease.pinned, "pins lost or doubled"
@@ -368,14 +368,14 @@ class KvBroker:
         return slots
 
     def _ask(self, wanted: KvWanted) -> _Beginning:
-        """Return the stored prefix that a worker asks for, noting the time of the first query."""
+        """Return the stored prefix that a worker queries, recording the time of the first query."""
         beginning = self._remember(wanted.request_id, wanted.keys)
         if beginning.asked_at is None:
             beginning.asked_at = self._clock()
         return beginning
 
     def _answer_at_once(self, wanted: KvWanted) -> None:
-        """Answer with the blocks in shared memory, and the index from which more will follow."""
+        """Answer with the blocks already in shared memory, and the index from which more follow."""
         name = wanted.request_id
         keys = wanted.keys
         beginning = self._ask(wanted)
@@ -393,7 +393,7 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, more_from)
 
     def _answer_when_loaded(self, wanted: KvWanted) -> Steps:
-        """Answer once every requested block is in shared memory or is known not to arrive."""
+        """Answer once every requested block has arrived in shared memory or will not be loaded."""
         lease = self._lease
         beginning = self._ask(wanted)
 
@@ -451,12 +451,12 @@ class KvBroker:
         )
 
     def _pin_beginning(self, wanted: KvWanted) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Pin the leading requested blocks in shared memory, and their last window blocks."""
+        """Pin the requested blocks up to the first missing one, and the window blocks they need."""
         refs = self._pin(wanted.keys[wanted.first :])
         return self._with_windows(wanted, refs) if self._format.window_tokens else (refs, [])
 
     def _pin(self, keys: list[bytes]) -> list[SlotRef]:
-        """Pin the blocks that are in shared memory, stopping at the first missing block."""
+        """Pin blocks in shared memory, stopping at the first one that is missing."""
         refs: list[SlotRef] = []
         for key in keys:
             ref = self._lease.pin(key)
@@ -468,9 +468,9 @@ class KvBroker:
     def _with_windows(
         self, wanted: KvWanted, refs: list[SlotRef]
     ) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Return the longest prefix of `refs` whose last window blocks are in shared memory.
+        """Return the longest prefix of `refs` whose required window blocks are in shared memory.
 
-        These window blocks are pinned and returned as well. The rest of `refs` is unpinned.
+        These window blocks are pinned and returned as well. Other blocks in `refs` are unpinned.
         """
         while refs:
             end = wanted.first + len(refs)

@@ -1,9 +1,9 @@
 """Decides which missing blocks to load and which to compute, based on predicted load times.
 
-Of the blocks that a request is missing, the first ones are computed while the last ones are loaded.
-A block is loaded if it is predicted to arrive before the computation reaches it. If predictions are
-accurate, a request never waits for a load. A load is not started if it would take longer than
-computing all blocks.
+A request's missing blocks are split at one point: the blocks before it are computed while those
+after it are loaded. A block is loaded if it is predicted to arrive before the computation would
+reach it. If predictions are accurate, a request never waits for a load. A load is not started if it
+would take longer than computing all blocks.
 """
 
 import math
@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 START_LATENCY_S = 0.01
-"""Assumed time to the first byte of a load in seconds, until a tier has been measured."""
+"""Assumed time in seconds to the first byte of a load, until the tier has been measured."""
 START_BYTES_PER_S = 100e6
-"""Assumed bandwidth until a tier has been measured, typical of a slow network."""
+"""Assumed bandwidth until the tier has been measured, which is typical of a slow network."""
 PROBE_S = 30.0
-"""Seconds without a load after which the speed of a tier is measured again."""
+"""Seconds without a load after which a tier's speed is measured again."""
 
 _UNMEASURED_S = 1e9
-"""Assumed compute time in seconds while the compute speed is unknown, longer than any load."""
+"""Compute time in seconds to assume while the speed is unknown. It exceeds any load time."""
 _WEIGHT = 0.5
 """Weight of the newest load when estimates are updated, on a logarithmic scale.
 
@@ -27,16 +27,17 @@ The first load replaces the assumed initial values entirely.
 _MAX_RATIO = 1e4
 """Cap on the ratio between the measured and the predicted time of a load, in either direction."""
 _SIZES_FACTOR = 4.0
-"""Minimum ratio of largest to smallest recent load at which latency and bandwidth are separable.
+"""Minimum size ratio of largest to smallest load to tell latency and bandwidth apart.
 
-If all loads have similar sizes, a slow load may be due to either of them.
+If all recent loads are of similar size, a slow load may be due to either high latency or low
+bandwidth.
 """
 _SIZES_FADE = 1.15
-"""Factor by which the largest and smallest sizes decay towards the newest with each load."""
+"""Factor by which each load moves the recorded largest and smallest sizes closer together."""
 
 
 class LoadTime(NamedTuple):
-    """Predicted time of a load from one tier if it started now."""
+    """The predicted time of a load from one tier, if it started now."""
 
     start_s: float
     """Seconds until the first byte."""
@@ -44,12 +45,12 @@ class LoadTime(NamedTuple):
     """Seconds per byte."""
 
     def seconds(self, num_bytes: int) -> float:
-        """Predict the seconds until a load of `num_bytes` has completed."""
+        """Predict how many seconds a load of `num_bytes` takes to complete."""
         return self.start_s + num_bytes * self.byte_s
 
 
 class LoadSpeed:
-    """Latency and bandwidth of one tier, estimated from past loads. Not thread-safe."""
+    """One tier's latency and bandwidth, estimated from past loads. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Start with the latency and bandwidth assumed for an unmeasured tier.
@@ -64,7 +65,7 @@ class LoadSpeed:
         self._is_measured = False
         self._smallest = math.inf
         self._largest = 0.0
-        """Largest recent load in bytes. Like `_smallest`, it decays towards the newest load."""
+        """Size of the largest recent load in bytes. It decays, so that old loads are forgotten."""
         self._done_at = clock()
         self._next_number = 0
         self._under_way: dict[int, tuple[int, float]] = {}
@@ -79,8 +80,8 @@ class LoadSpeed:
     def is_to_measure(self) -> bool:
         """Whether the tier's speed should be measured with a probe load.
 
-        No blocks are loaded from a tier that is estimated to be slow. Without probes, the estimate
-        would never recover.
+        Blocks are never loaded from a tier that is estimated to be slow. Without probes, the
+        estimate would therefore never recover.
         """
         is_known = self._is_measured and self._clock() - self._done_at < PROBE_S
         return not is_known and not self._under_way
@@ -93,8 +94,8 @@ class LoadSpeed:
     def predict(self) -> LoadTime:
         """Predict the time of a load that starts now and waits for the running loads.
 
-        If the running loads are overdue, they are expected to need the same amount of time again.
-        For example, loads that are 2 s late are expected to finish in another 2 s.
+        Overdue loads are expected to take as long again as they are late. For example, loads that
+        are 2 s late are expected to finish in another 2 s.
         """
         return LoadTime(self._queue_s() + self.latency_s, self._byte_s)
 
@@ -105,7 +106,7 @@ class LoadSpeed:
         return self._next_number
 
     def finish(self, number: int, num_loaded: int) -> None:
-        """Record the end of a load that transferred `num_loaded` bytes, and update estimates."""
+        """Record the end of a load, which transferred `num_loaded` bytes, and update estimates."""
         now = self._clock()
         num_bytes, began_at = self._under_way.pop(number)
         # Loads run one after another, so the time before the last one ended is not this load's.
@@ -153,23 +154,23 @@ class ComputeSpeed(NamedTuple):
     def seconds(self, num_tokens: int) -> float:
         """Predict the seconds needed to compute `num_tokens` tokens.
 
-        If the speed is unknown, the prediction is longer than any load.
+        If the speed is unknown, the result exceeds any load time.
         """
         return num_tokens / self.tokens_per_s if self.tokens_per_s else _UNMEASURED_S
 
     @property
     def start_s(self) -> float:
-        """Seconds until the prefill of a prompt that arrives now can start."""
+        """Seconds until prefill could start for a prompt that arrives now."""
         return self.seconds(self.backlog_tokens)
 
 
 class Needed(NamedTuple):
-    """One block that a request is missing, and the tier that has it."""
+    """A block that a request needs but does not have yet, and where to load it from."""
 
     tier: str = ""
     """Tier to load the block from, or "" if it is in host memory or already being loaded."""
     ready_s: float = 0.0
-    """Seconds until the block arrives if it is already being loaded, otherwise 0."""
+    """Seconds until the block arrives if it is already being loaded, or 0 otherwise."""
 
 
 def seconds_to_load(
@@ -177,16 +178,16 @@ def seconds_to_load(
     predict: Callable[[str], Callable[[int], float]],
     extra: Sequence[Needed] = (),
 ) -> list[float]:
-    """Predict for each block how long it takes until this and all later blocks have arrived.
+    """Predict, for each block, how long it takes to load that block and all later blocks.
 
     Args:
-        blocks: the blocks that a request is missing, in order.
+        blocks: the request's missing blocks, in order.
         predict: called once per tier. Returns a function that predicts the seconds to load a given
             number of the tier's blocks.
-        extra: blocks that must also arrive before the others can be used.
+        extra: additional blocks that must arrive before any of the others can be used.
 
     Returns:
-        The seconds for each block, in descending order, followed by 0.0, the time to load nothing.
+        The seconds for each block, which never increase, followed by 0.0 for loading nothing.
     """
     counts: dict[str, int] = {}
     tiers = dict[str, Callable[[int], float]]()
@@ -207,12 +208,13 @@ def seconds_to_load(
 def split(load_s: Sequence[float], compute_s: float, start_s: float = 0.0) -> int:
     """Return the number of leading blocks to compute while the rest is loaded.
 
-    The result is the smallest number of blocks whose computation hides the load of the rest. The
-    request therefore never waits for a load, and is never slower than if it computed all blocks.
+    This is the smallest number of blocks whose computation takes at least as long as loading the
+    rest. The request therefore never waits for a load, and is never slower than if it computed all
+    blocks.
 
     Args:
         load_s: the result of `seconds_to_load`.
-        compute_s: seconds to compute a block.
+        compute_s: seconds to compute one block.
         start_s: seconds until the computation of the first block can begin.
     """
     for num_computed, seconds in enumerate(load_s):

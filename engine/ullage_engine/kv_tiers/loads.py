@@ -1,7 +1,8 @@
 """Loads blocks from tiers below host memory, and chooses the blocks that are worth loading.
 
-Of the blocks that a request is missing, the last ones are loaded if they would arrive before they
-could be computed. The earlier ones are computed. Every load is measured (see `cost`).
+A request's missing blocks are loaded from the end: as many as would arrive before they could be
+computed. The blocks before them are computed. Every load is timed to improve later predictions (see
+`cost`).
 """
 
 import math
@@ -15,9 +16,9 @@ from ullage_kv.futures import Steps, run
 from ullage_kv.results import HOST
 
 _FIRST_PART = 8
-"""Divisor N: the first 1/N of a load's blocks may be loaded separately, before the rest.
+"""Divisor N: a load may be split so that the first 1/N of its blocks is loaded before the rest.
 
-Splitting yields measurements for loads of different sizes. Loads of fewer than N blocks are not
+A split load yields measurements for two different sizes. Loads of fewer than N blocks are not
 split."""
 
 
@@ -42,8 +43,8 @@ class Loads:
             call_soon: schedules a function in this object's thread. Callable from any thread.
             compute: returns the current prefill speed.
             block_tokens: tokens per block.
-            are_waited_for: whether requests wait for their loads instead of computing other blocks
-                in the meantime.
+            are_waited_for: whether a request waits for its loads, rather than computing other
+                blocks in the meantime.
             deadline_s: maximum duration of a load, in seconds.
             clock: returns the time in seconds.
         """
@@ -56,7 +57,7 @@ class Loads:
         self._clock = clock
         self._speeds: dict[str, LoadSpeed] = {}
         self._due: dict[bytes, float] = {}
-        """Predicted arrival time of each block that is being loaded, by key."""
+        """Maps the key of each block that is being loaded to its predicted arrival time."""
 
     @property
     def num_under_way(self) -> int:
@@ -64,7 +65,7 @@ class Loads:
         return len(self._due)
 
     def speed(self, tier: str) -> LoadSpeed:
-        """Return the speed tracker of a tier, creating it on first use."""
+        """Return a tier's speed tracker, creating it on first use."""
         if tier not in self._speeds:
             self._speeds[tier] = LoadSpeed(self._clock)
         return self._speeds[tier]
@@ -77,7 +78,7 @@ class Loads:
         windows: Sequence[bytes],
         start_s: float,
     ) -> int:
-        """Return the index of the first block to load. All blocks after it are loaded, too.
+        """Return the index of the first block to load. All later blocks are loaded as well.
 
         These blocks are predicted to arrive before they could be computed.
 
@@ -85,8 +86,7 @@ class Loads:
             keys: keys of a prefix's blocks.
             tiers: the tier of each block.
             num_here: number of leading blocks that need not be loaded.
-            windows: keys of window blocks that must also be loaded before the other blocks can be
-                used.
+            windows: keys of window blocks without which the other blocks cannot be used.
             start_s: seconds until the computation can start.
 
         Returns:
@@ -110,8 +110,8 @@ class Loads:
     def longest_s(self, num_lacking: int, start_s: float) -> float:
         """Return the maximum duration of a load in seconds.
 
-        If requests wait for their loads, the duration is capped at the time that computing the
-        missing blocks would take.
+        If requests wait for their loads, the duration is capped at the time it would take to
+        compute the missing blocks.
         """
         if not self._are_waited_for:
             return self._deadline_s
@@ -119,7 +119,7 @@ class Loads:
         return min(self._deadline_s, start_s + compute_s)
 
     def load(self, keys: Sequence[bytes], longest_s: float | None = None) -> list[Future[Any]]:
-        """Start loading the blocks that only lower tiers have.
+        """Start loading the requested blocks that are in a lower tier but not in host memory.
 
         Args:
             keys: keys of the requested blocks.
@@ -143,9 +143,9 @@ class Loads:
         return fetches + [self._load_from(*each, longest_s) for each in new.items()]
 
     def measure(self, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
-        """Load a few blocks from tiers whose speed is unknown or was measured long ago.
+        """Probe tiers whose speed is unknown or was measured long ago, by loading a few blocks.
 
-        No request waits for these loads, because the blocks are computed anyway.
+        No request waits for these loads, because the request computes these blocks anyway.
         """
         for tier in {*tiers} - {HOST}:
             if self.speed(tier).is_to_measure:
@@ -177,7 +177,7 @@ class Loads:
         return seconds
 
     def _load_from(self, tier: str, keys: list[bytes], longest_s: float) -> "Future[Any]":
-        """Start a load, split in two if all recent loads had similar sizes."""
+        """Start a load, and split it in two if all recent loads were of similar size."""
         self._due |= dict.fromkeys(keys, self._clock() + self._predict(tier)(len(keys)))
         num_first = len(keys) // _FIRST_PART if self.speed(tier).is_of_one_size else 0
         if not num_first:
@@ -200,7 +200,7 @@ class Loads:
             tier: name of the tier.
             keys: keys of the blocks.
             longest_s: deadline in seconds.
-            before: key of the preceding block, which is in host memory already.
+            before: key of the preceding block, if that block is already in host memory.
         """
         number = self.speed(tier).begin(len(keys) * self._store.block_bytes)
         fetched = self._store.fetch(keys if before is None else [before, *keys], longest_s)

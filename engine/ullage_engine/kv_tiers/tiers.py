@@ -28,11 +28,11 @@ log = logging.getLogger("ullage.engine.kv")
 _OPEN_S = 10.0
 """Maximum time in seconds to open the file tier's folder."""
 _BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
-"""Error numbers that indicate a broken or full file system. Other errors mean a wrong path."""
+"""Error numbers of a broken or full file system. All others indicate a misconfigured path."""
 
 
 class KvTiers:
-    """The host tier's memory, the KV store and its broker, for use in one event loop.
+    """Owns the host tier's memory, the KV store and its broker. For use in a single event loop.
 
     The store and its broker are created once a worker has reported the format of its blocks.
     """
@@ -51,7 +51,8 @@ class KvTiers:
         Args:
             section: the configured tiers.
             on_hits: called with a request's id and the blocks that it reused, by tier.
-            material: returns the newest certificate for connections to peers, None for plaintext.
+            material: returns the newest certificate for connections to peers, or None for
+                plaintext.
             compute: returns the current prefill speed.
             deadline_s: maximum duration of a load from lower tiers, in seconds.
             has_begun: returns whether the request with this id has received a token from this
@@ -73,7 +74,7 @@ class KvTiers:
         self._broker: KvBroker | None = None
         """The store's broker, which outlives workers, or None before the first worker is ready."""
         self._post: Callable[[KvGranted | KvFound], None] | None = None
-        """Function that sends a message to the worker, or None if no worker is using the tiers."""
+        """Function that sends a message to the worker, or None while no worker uses the tiers."""
         self.store: Store | None = None
         """The store, or None before the first worker is ready."""
 
@@ -99,7 +100,7 @@ class KvTiers:
         return ["--kv-arena", self._arena.path, "--kv-bytes", str(self._arena.num_bytes)]
 
     async def worker_ready(self, ready: Ready, post: Callable[[KvGranted | KvFound], None]) -> None:
-        """Start serving a worker that is ready.
+        """Start serving KV blocks to a worker that has reported ready.
 
         The store is kept if the worker's blocks have the same namespace as the previous worker's.
         Otherwise it is replaced with a new store.
@@ -170,7 +171,7 @@ class KvTiers:
         self._post = None
 
     def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Start prefetching the common prefix of requests that sample the same prompt.
+        """Start prefetching the prefix that requests for several samples of one prompt share.
 
         Return the requests with their number of stored blocks filled in.
         """
@@ -193,7 +194,7 @@ class KvTiers:
         return None if self.store is None else Served(self.store, self._space)
 
     async def _lower_tiers(self, space: bytes, block_bytes: int) -> list[LowerTier]:
-        """Open the configured tiers below host memory, and return them ordered from the fastest."""
+        """Open the configured tiers below host memory, and return them with the fastest first."""
         tiers: list[LowerTier] = []
         file = await self._file_tier(space, block_bytes)
         if (remote := self._section.remote) is not None:
@@ -214,7 +215,7 @@ class KvTiers:
     async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:
         """Open the file tier, or return None if its file system is unresponsive, full or broken.
 
-        Like a failure while the engine is serving, such a failure does not stop the engine.
+        The engine then serves without the file tier, just as if the file system had failed later.
 
         Raises:
             FileTierError: if the folder cannot be used for any other reason.
@@ -244,7 +245,7 @@ class KvTiers:
         return None
 
     def close(self) -> None:
-        """Close all tiers after their queued writes, and free the memory."""
+        """Finish queued writes, close all tiers, and free the memory."""
         store = self.store
         self.store = None  # from now on peers get no blocks
         if store is not None:
@@ -256,7 +257,7 @@ class KvTiers:
 def _in_daemon(
     open_tier: Callable[[], FileTier], on_late: Callable[[FileTier], None]
 ) -> "Future[FileTier]":
-    """Open a tier in a daemon thread, because an unresponsive mount may block forever.
+    """Open a tier in a daemon thread, so that a hanging mount does not block the process.
 
     Args:
         open_tier: opens the tier.

@@ -1,4 +1,4 @@
-"""The memory ledger of one device. All memory is reserved under a name before it is allocated."""
+"""A device's memory ledger. All memory is reserved under a name before it is allocated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Larger errors would make admission control unreliable, because it relies on the 
 """
 
 _OTHERS = "others"
-"""Name of the reservation that accounts for memory held by other processes."""
+"""Name of the reservation for memory that other processes hold."""
 
 _MIB = 1 << 20
 
@@ -30,14 +30,14 @@ class _Reservation:
 class Ledger:
     """Memory reservations on one device, whose sum never exceeds `threshold * total_bytes`.
 
-    The ledger only keeps accounts. It neither allocates memory nor measures the device.
+    The ledger only does the bookkeeping. It neither allocates memory nor measures the device.
     """
 
     def __init__(self, total_bytes: int, threshold: float, *, configurable: bool) -> None:
-        """Create a ledger without reservations.
+        """Create an empty ledger.
 
         Args:
-            total_bytes: memory of the device.
+            total_bytes: the device's total memory.
             threshold: fraction of the device's memory that may be reserved, 0 to 1.
             configurable: whether the total comes from the setting `memory.deviceBytes` rather than
                 from a real device.
@@ -95,7 +95,7 @@ class Ledger:
         entry.allocated = num_bytes
 
     def record(self, name: str, num_bytes: int) -> None:
-        """Reserve memory that is already allocated, such as memory that libraries use.
+        """Record memory that is already allocated, such as memory used by libraries.
 
         Raises:
             LedgerError: if too few bytes are available.
@@ -112,12 +112,12 @@ class Ledger:
         self._others = names
 
     def record_on_host(self, name: str, num_bytes: int) -> None:
-        """Record pinned host memory, which does not count towards the device's budget."""
+        """Record pinned host memory, which does not count against the device's budget."""
         assert name not in self._on_host, f"{name} is recorded already"
         self._on_host[name] = num_bytes
 
     def shortage(self, name: str, needed: int) -> LedgerError:
-        """Return an error that says why `name` does not fit and which setting to change."""
+        """Return an error that explains why `name` does not fit and which setting to change."""
         available = max(0, self.available_bytes)
 
         if self.others_bytes and needed <= available + self.others_bytes:

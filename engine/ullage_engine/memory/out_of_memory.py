@@ -1,4 +1,4 @@
-"""Recognises errors that indicate that memory ran out or that a device was lost.
+"""Recognises errors which mean that memory ran out or that a device was lost.
 
 torch has a dedicated error class only for its own allocator. Other libraries (cuBLAS, cuDNN, NCCL,
 Triton's loader, the driver) report a shortage in the message of a RuntimeError. The classification
@@ -73,7 +73,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def shortage_status(error: BaseException | None) -> int | None:
-    """Return the exit status for a process that failed because memory ran out.
+    """Return the exit status of a process that ran out of memory.
 
     Return None if the error has another cause.
     """
@@ -98,7 +98,7 @@ def _host_ran_out(error: BaseException) -> bool:
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
     """Return whether the error is a RuntimeError whose message contains one of the texts.
 
-    Other classes are not checked, because the libraries raise only RuntimeErrors.
+    Other error classes are ignored, because the libraries report shortages only as RuntimeErrors.
     """
     text = str(error)
     return isinstance(error, RuntimeError) and any(each in text for each in texts)

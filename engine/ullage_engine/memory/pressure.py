@@ -1,8 +1,8 @@
 """Monitors free device memory and derives the pressure level of the KV pool.
 
-Levels have hysteresis (see docs/guide/kv-cache.md). The worker tracks the level, because only the
-worker sees every step. Depending on the level, the server limits new requests
-(`ullage_engine.server.request`) and the scheduler limits the batch.
+Levels have hysteresis (see docs/guide/kv-cache.md). The worker tracks the level, because it is the
+only process that sees every scheduler step. Depending on the level, the server limits new requests
+(`ullage_engine.server.request`) and the scheduler limits the batch size.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ def level_at(section: DegradeSection, number: int) -> DegradeLevel | None:
 class FreeMemoryMonitor:
     """Monitors the free memory of a device that other processes may also use.
 
-    The safety reserve is free when serving starts. If part of it is no longer free later, other
-    processes have taken it. The same number of bytes of the KV pool is then withheld from new
-    requests, because using them could make this process or the others run out of memory.
+    The safety reserve is free when serving starts. If part of it is missing later, other processes
+    have taken it. The same amount of the KV pool is then withheld from new requests, because using
+    it could make this process or the others run out of memory.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class FreeMemoryMonitor:
                 on.
             safety_reserve: bytes that should be free.
             clock: returns the time in seconds.
-            own: returns the bytes that this process's allocator holds. Its own growth into the
-                reserve does not count as missing memory.
+            own: returns the bytes that this process's allocator holds. If the allocator itself
+                grows into the reserve, that memory does not count as missing.
         """
         self._measure = measure
         self._own = own
@@ -91,17 +91,17 @@ class PressureController:
 
     @property
     def batch_share(self) -> float:
-        """Fraction of the maximum batch size that both the level and the server allow."""
+        """Largest fraction of the maximum batch size that both the level and the server allow."""
         level = self._levels[self._number - 1] if self._number else None
         share = 1.0 if level is None or level.batch_share is None else level.batch_share
         return min(share, self._batch_limit)
 
     def limit_batch(self, share: float) -> None:
-        """Cap the batch at a fraction of its maximum size, at every level. 1 means no cap."""
+        """Cap the batch at a fraction of its maximum size, at any level. 1 removes the cap."""
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:
-        """Update the level from a worker's state, and return the state with the new limits."""
+        """Update the level from a worker's reported state, and return the state with new limits."""
         level = self.update(headroom_share(state))
         return msgspec.structs.replace(
             state,

@@ -1,4 +1,4 @@
-"""Pure functions that attribute a shared GPU's memory to the processes that use it.
+"""Pure functions that work out how much of a shared GPU's memory each process uses.
 
 A GPU reports how much memory is free, which also depends on other processes: another engine, or a
 killed worker whose memory is still being released. The ledger tracks this process's memory. Memory
@@ -21,7 +21,7 @@ _RISE_BYTES = 16 * _MIB
 """Largest increase in free memory, in bytes, that is ignored as noise."""
 
 _LEAST_OUTSIDE = 128 * _MIB
-"""Minimum bytes that CUDA's context, modules and libraries use outside torch's allocator."""
+"""Minimum bytes to assume for CUDA's context and libraries, outside torch's allocator."""
 _MOST_OUTSIDE = 2048 * _MIB
 """Maximum bytes outside torch's allocator that are attributed to this process.
 
@@ -38,7 +38,7 @@ _SEGMENT_ROOM = 2 * 20 * _MIB
 """Margin in bytes for rounding in torch's allocator, whose large pool has segments of 20 MiB."""
 
 DIFFERENCE_TOLERANCE = 0.02
-"""Fraction by which the ledger may differ from what the driver reports."""
+"""Maximum relative difference between the ledger and what the driver reports."""
 
 
 def wait_for_memory(
@@ -83,12 +83,12 @@ def largest_share_of_others(
 
     Args:
         memory: free and total bytes of each GPU, before this process allocates memory.
-        threshold: fraction of a GPU's memory that this process may use, its budget.
+        threshold: fraction of a GPU's memory that this process may use (its budget).
 
     Returns:
-        How much of the budget other processes hold on that GPU, as a fraction of the GPU's memory,
-        and the GPU's index. If the fraction is zero or less, the whole budget is free on every GPU.
-        At least `threshold` minus this fraction is free on every GPU.
+        How much of the budget is taken on that GPU, as a fraction of the GPU's memory, and the
+        GPU's index. If the fraction is zero or less, the whole budget is free on every GPU.
+        Otherwise, every GPU has at least `threshold` minus this fraction free.
     """
     shares = [threshold - free / total for free, total in memory]
     largest = max(shares)
@@ -100,9 +100,9 @@ def find_own(
 ) -> int | None:
     """Return the process id under which the driver lists this process, or None if ambiguous.
 
-    In a container, the driver may list process ids of the host, and one of them may equal this
-    process's id by chance. This process is therefore recognised by its memory usage, which grew by
-    `num_bytes` and shrank again.
+    In a container, the driver may list the host's process ids, one of which may happen to equal
+    this process's own id. This process is therefore recognised by its memory usage, which grew by
+    `num_bytes` and then shrank again.
 
     Args:
         before: bytes held by each process before the allocation, by process id.
@@ -145,16 +145,16 @@ def bytes_of_others(
 ) -> int:
     """Return how many bytes of a ledger's budget other processes hold.
 
-    Bytes that are neither reserved nor free are attributed to other processes. On a full device,
-    the KV of the longest sequence takes precedence over the safety reserve, so that a new worker
-    can continue the requests of its predecessor.
+    Bytes that are neither reserved nor free are attributed to other processes. If the device is
+    nearly full, the longest sequence's KV may use part of the safety reserve, so that a restarted
+    worker can continue its predecessor's requests.
 
     Args:
         available: bytes of the budget that are not reserved.
         free: bytes of the device that are free.
         unallocated: bytes that are reserved but not yet allocated, including the safety reserve.
         safety_reserve: bytes that should stay free.
-        least: KV cache bytes that the longest sequence needs.
+        least: bytes of KV cache that the longest sequence needs.
     """
     unclaimed = free - unallocated
     if unclaimed < least:
@@ -165,7 +165,8 @@ def bytes_of_others(
 def allocator_fraction(promised: int, outside: int, reserved: int, total: int) -> float:
     """Return the fraction of a GPU's memory that torch's allocator may use, 0 to 1.
 
-    The allocator's limit counts only its own segments, so memory outside it is subtracted.
+    The limit covers only the allocator's own segments, so this process's other memory is
+    subtracted.
 
     Args:
         promised: bytes that the ledger has reserved for this process.

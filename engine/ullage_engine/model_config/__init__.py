@@ -1,4 +1,4 @@
 """Model shapes, layer types and data types, read from each family's config.json.
 
-This package describes models and runs no computation. It depends on neither weights nor kernels.
+This package only describes models and computes nothing. It depends on neither weights nor kernels.
 """

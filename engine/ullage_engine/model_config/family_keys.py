@@ -1,4 +1,4 @@
-"""Rules for config.json keys, by family. See `ullage_engine.model_config.keys` for details."""
+"""Rules for the keys in each model family's config.json (see `ullage_engine.model_config.keys`)."""
 
 from ullage_engine.model_config.keys import Key, fixed, harmless, read, same
 

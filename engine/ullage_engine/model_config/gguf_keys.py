@@ -1,7 +1,7 @@
-"""Rules for the GGUF metadata keys that affect how a model computes, and their config.json names.
+"""Rules for GGUF metadata keys that affect a model's computation, and their config.json names.
 
-These keys begin with the name of the architecture, which is omitted here. Other keys, such as
-those that begin with `general.` or `tokenizer.`, do not describe layers.
+In a file, each of these keys has the architecture's name as a prefix, which is omitted here. Other
+keys, such as those that begin with `general.` or `tokenizer.`, do not describe layers.
 """
 
 from collections.abc import Mapping
@@ -97,7 +97,7 @@ GGUF_KEYS: Mapping[str, dict[str, Key]] = {
 
 
 def own_keys(metadata: Mapping[str, object], architecture: str) -> dict[str, object]:
-    """Return the metadata that describe layers, with the architecture prefix removed from keys."""
+    """Return the metadata that describes layers, without the architecture prefix in its keys."""
     prefix = f"{architecture}."
     return {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)

@@ -1,4 +1,4 @@
-"""Rules for the keys of a model's configuration: read, harmless, or limited to certain values.
+"""Rules for a model's configuration keys: honoured, ignored, or restricted to certain values.
 
 Each family has a table that says for each key in config.json whether the engine honours, ignores or
 refuses it. docs/reference/model-keys.md is generated from these tables. A key that is in no table
@@ -17,7 +17,7 @@ log = logging.getLogger("ullage.engine.weights")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The rule for one configuration key."""
+    """The rule that says how the engine treats one configuration key."""
 
     meaning: str
     """What the key means if it is honoured, or why it does not affect results."""
@@ -38,12 +38,12 @@ def read(meaning: str, *names: str) -> dict[str, Key]:
 
 
 def harmless(reason: str, *names: str) -> dict[str, Key]:
-    """Return rules that accept any value for these keys, because they do not affect results."""
+    """Return rules for keys that may have any value, because they do not affect results."""
     return dict.fromkeys(names, Key(reason))
 
 
 def fixed(meaning: str, values: tuple[object, ...], *names: str) -> dict[str, Key]:
-    """Return rules for keys that must be missing, null, or one of these values."""
+    """Return rules for keys that must be missing, null, or equal to one of these values."""
     return dict.fromkeys(names, Key(meaning, values=values))
 
 

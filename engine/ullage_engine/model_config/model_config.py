@@ -1,4 +1,4 @@
-"""Model sizes and constants, all of which are known before any tensor is read."""
+"""Model sizes and constants, which are all known before any tensor is read."""
 
 from typing import Literal
 
@@ -31,7 +31,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_normalised: bool = True
     """Whether the sigmoids of the selected experts are divided by their sum."""
     scale: float = 1.0
-    """Factor that is applied to every expert's routing weight."""
+    """Factor by which every expert's routing weight is multiplied."""
     is_biased: bool = False
     """Whether the experts' projections have biases."""
 
@@ -52,7 +52,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Width of an attention head, as configured or hidden / num_heads by default."""
+    """Width of an attention head. The default is hidden / num_heads."""
     intermediate: int
     """Width of a dense feed-forward layer."""
     vocab: int
@@ -60,9 +60,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum sequence length that the model supports, in tokens."""
     rope_theta: float
     rope_factors: list[float] | None = None
-    """The head_dim / 2 divisors of the rotary frequencies, or None without position scaling."""
+    """Divisors of the head_dim / 2 rotary frequencies, or None without position scaling."""
     rope_scale: float = 1.0
-    """Factor that is applied to cosine and sine, such as YaRN's attention factor."""
+    """Factor by which cosine and sine are multiplied, such as YaRN's attention factor."""
     rms_eps: float
     tied: bool
     """Whether the output projection shares the embedding's weights."""
@@ -75,7 +75,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     conv_kernel: int = 0
     """Kernel size of the short convolutions in tokens, including the current one, or 0 if none."""
     conv_channels: int = 0
-    """Number of convolution channels on this rank: all `hidden` channels, or a fraction of them."""
+    """Number of convolution channels on this rank: all `hidden` channels, or this rank's slice."""
     experts: ExpertsSpec | None = None
 
     @property
@@ -114,9 +114,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window(self) -> int:
-        """Longest sliding window in tokens, if only some attention layers have a window.
+        """Longest sliding window in tokens, or 0 unless the model mixes both layer types.
 
-        The result is 0 if no attention layer or every attention layer has a window.
+        That is, some attention layers have a sliding window, and others attend to all tokens.
         """
         windows = [layer.window for layer in self.layers if layer.mixer == "attention"]
         return max(windows, default=0) if 0 in windows else 0
@@ -126,7 +126,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sum(layer.mixer == "attention" and layer.window > 0 for layer in self.layers)
 
     def page_bytes_per_token(self, itemsize: int, *, windowed: bool) -> int:
-        """Return the number of bytes that one token takes up in a KV block.
+        """Return how many bytes one token takes up in a KV block.
 
         With `windowed`, layers with and without sliding windows use separate blocks of equal size,
         each with room for the larger of the two groups. Otherwise a block covers all attention
@@ -139,7 +139,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return whole // max(1, self.num_attention_layers) * layers
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the size of a convolution state in bytes. It has kernel - 1 columns per layer."""
+        """Return the size of a convolution state in bytes, with kernel - 1 columns per layer."""
         columns = max(0, self.conv_kernel - 1)
         return self.num_conv_layers * columns * self.conv_channels * itemsize
 
@@ -153,7 +153,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def contradiction(model_config: ModelConfig) -> str | None:
-    """Return a message about invalid or contradictory model sizes, or None if there are none."""
+    """Return a message about invalid or contradictory model sizes, or None if all are valid."""
     experts = model_config.experts
     sizes = {
         "number of layers": model_config.num_layers,

@@ -14,18 +14,18 @@ or the convolution
 
 B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-j};  conv(x) = out(y)
 
-and the feed-forward is down(silu(gate x) · up x). In mixtures of experts, the layers from
-`num_dense_layers` on sum up four experts instead, which are selected by sigmoid(router x) + bias
-and weighted by their normalised sigmoids.
+and the feed-forward is down(silu(gate x) · up x). In mixture-of-experts models, the layers from
+`num_dense_layers` on sum the outputs of four experts instead. These are selected by
+sigmoid(router x) + bias and weighted by their normalised sigmoids.
 
 gpt-oss: x += attention(norm(x)); x += experts(norm(x)), in every layer. Every other layer attends
 to a window of 128 tokens. Each head's softmax includes one additional logit, a learned attention
 sink without a value vector. The four experts with the largest logits are weighted by a softmax over
-these four logits. An expert is
+these four logits. An expert computes
 
 down((up' + 1) · g · sigmoid(1.702 g)),  g = min(gate x, 7),  up' = clamp(up x, -7, 7)
 
-and all of its projections have a bias, like those of attention.
+and all of its projections have a bias, as do those of attention.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,7 +52,7 @@ _GPT_OSS_ROPE: Json = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Position scaling of gpt-oss models whose config.json does not define any."""
+"""Position scaling for gpt-oss models whose config.json does not define any."""
 
 _OLD_KINDS = {"attention": "full_attention"}
 """Maps layer types in older config.json files to their current names."""
@@ -140,7 +140,7 @@ def _model_config(
         head_dim: the family's default width of a head.
         rope_theta: the family's default base of the rotary frequencies.
         rope_default: the family's default position scaling.
-        own: other fields of `ModelConfig`, and overrides for fields that the family treats
+        own: additional fields of `ModelConfig`, and overrides for fields that the family handles
             differently.
     """
     hidden = config.int("hidden_size")
@@ -174,13 +174,13 @@ def _model_config(
 
 
 def llama(config: HFConfig) -> ModelConfig:
-    """Read the config.json of a Llama model."""
+    """Read a Llama model's config.json."""
     kinds = _layer_kinds(config, {"full_attention"})
     return _llama_config(config, [0] * len(kinds), has_qk_norm=False)
 
 
 def qwen3(config: HFConfig) -> ModelConfig:
-    """Read the config.json of a dense Qwen3 model."""
+    """Read a dense Qwen3 model's config.json."""
     window = _window(config, 4096) if config.bool("use_sliding_window", False) else None
     first = config.int("max_window_layers", 28)
     windows = _layer_windows(
@@ -205,7 +205,7 @@ def _llama_config(config: HFConfig, windows: Iterable[int], **own: Any) -> Model
 def _layer_kinds(
     config: HFConfig, served: set[str], kind_of: Callable[[int], str] = lambda _: "full_attention"
 ) -> list[str]:
-    """Return the type of each layer, from `layer_types` or, without it, from the layer's index.
+    """Return each layer's type, as listed in `layer_types` or else derived from the layer's index.
 
     Raises:
         WeightsError: if `layer_types` does not assign a supported type to each layer.
@@ -225,7 +225,7 @@ def _layer_kinds(
 
 
 def _window(config: HFConfig, default: int) -> int | None:
-    """Return the length of the sliding window in tokens, or None if it is explicitly null."""
+    """Return the sliding window's length in tokens, or None if it is explicitly null."""
     if "sliding_window" in config.values and config.values["sliding_window"] is None:
         return None
     window = config.int("sliding_window", default)
@@ -250,12 +250,12 @@ def _layer_windows(
 
 
 def lfm2(config: HFConfig) -> ModelConfig:
-    """Read the config.json of a dense LFM2 model."""
+    """Read a dense LFM2 model's config.json."""
     return _lfm2_config(config, _lfm2_adjusted_width(config), None)
 
 
 def lfm2_moe(config: HFConfig) -> ModelConfig:
-    """Read the config.json of an LFM2 mixture-of-experts model."""
+    """Read an LFM2 mixture-of-experts model's config.json."""
     experts = ExpertsSpec(
         num_experts=config.int("num_experts"),
         experts_per_token=config.int("num_experts_per_tok"),
@@ -304,9 +304,9 @@ def _lfm2_layers(config: HFConfig, experts: ExpertsSpec | None) -> list[LayerSpe
 
 
 def _lfm2_attends(config: HFConfig) -> list[bool]:
-    """Return for each layer whether it has attention rather than a convolution.
+    """Return, for each layer, whether it uses attention rather than a convolution.
 
-    The configuration lists either the types of all layers or the indices of attention layers.
+    The configuration lists either the types of all layers or the indices of the attention layers.
     """
     indices = config.list("full_attn_idxs")
     kinds = _layer_kinds(
@@ -339,7 +339,7 @@ def _lfm2_adjusted_width(config: HFConfig) -> int:
 
 
 def gpt_oss(config: HFConfig) -> ModelConfig:
-    """Read the config.json of a gpt-oss model."""
+    """Read a gpt-oss model's config.json."""
     width = config.int("intermediate_size")
     return _model_config(
         config,
@@ -380,7 +380,7 @@ class Family:
     read: Callable[[HFConfig], ModelConfig]
     names: Names
     is_tied: bool = False
-    """Whether the output projection shares the embedding's weights if config.json does not say."""
+    """Whether the output projection shares the embedding's weights by default."""
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
     """Keys in config.json that define weight tying. The first one that is present is used."""
 

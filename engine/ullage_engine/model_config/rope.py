@@ -1,4 +1,4 @@
-"""Rotary position embedding: converts each kind of position scaling to divisors and a factor.
+"""Rotary position embedding: converts every type of position scaling to divisors and a factor.
 
 Position p rotates pair i of a head by the angle p * theta ** (-2i / head_dim) / divisor_i. Cosine
 and sine are multiplied by `Rope.scale`.
@@ -68,9 +68,9 @@ class Rope:
     factors: list[float] | None = None
     """Divisors of the rotary frequencies."""
     scale: float = 1.0
-    """Factor that is applied to cosine and sine."""
+    """Factor by which cosine and sine are multiplied."""
     longest: int | None = None
-    """Longest sequence in tokens for which these constants are valid, or None if unlimited."""
+    """Maximum sequence length in tokens for which the constants are valid, or None if unlimited."""
 
 
 def read_rope(
@@ -217,8 +217,8 @@ def _llama3_factors(scaling: HFConfig, theta: float, head_dim: int, original: in
 def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, original: int) -> Rope:
     """Return YaRN's constants (Peng et al., 2023).
 
-    High frequencies, which complete many turns within the original context, are kept. Low
-    frequencies are divided by `factor`. Frequencies in between are interpolated with a linear ramp.
+    High frequencies, which complete many rotations within the original context, stay unchanged. Low
+    frequencies are divided by `factor`. Those in between are interpolated with a linear ramp.
     """
     factor = _factor(scaling, config.int("max_position_embeddings") / original)
     # Zero means the default here, as in transformers.
@@ -228,7 +228,7 @@ def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, orig
     def dimension(turns: float) -> float:
         """Return the fractional index of a frequency.
 
-        It is the frequency that makes `turns` full turns within the original context.
+        It is the frequency that completes `turns` full rotations within the original context.
         """
         wavelength = original / (_positive(scaling, "beta", turns) * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
@@ -267,8 +267,8 @@ def _longrope(
 ) -> Rope:
     """Return LongRoPE's constants (Ding et al., 2024) for sequences up to the original context.
 
-    Longer sequences would need different constants, which rotate every position differently. The KV
-    of shorter sequences could then not be reused.
+    Longer sequences are supported only if they use the same constants. Different constants would
+    rotate all positions differently, so the KV of shorter sequences could not be reused.
     """
     short = _divisors(scaling, "short_factor", head_dim)
     long = _divisors(scaling, "long_factor", head_dim)

@@ -1,4 +1,4 @@
-"""The C++ library for CPUs: matmuls with quantised weights, attention, and whole steps.
+"""The C++ library for CPUs: matmuls with quantised weights, attention, and whole model steps.
 
 The library works on shapes and addresses only, and must not depend on models or requests. Its code
 is in `src/` and is compiled when the package is built. If the library is missing or the processor

@@ -1,6 +1,6 @@
 """The exit status of a process that aborts because memory ran out.
 
-Python raises MemoryError in this case. Rust aborts instead, and so does C++ code that must not
+When memory runs out, Python raises MemoryError, but Rust aborts, and so does C++ code that must not
 throw. The resulting SIGABRT does not reveal the reason.
 """
 

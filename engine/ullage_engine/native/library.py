@@ -21,10 +21,10 @@ TILE_ROWS = 16
 """Number of weight matrix rows that are stored together as one tile."""
 
 BLOCK_TOKENS = 16
-"""Tokens per KV block, which attention reads in place."""
+"""Tokens per KV block. Attention reads the blocks in place."""
 
 VECTOR = 16
-"""Number of elements that are read and summed together, with every instruction set.
+"""Number of elements that are read and summed at a time, whatever the instruction set.
 
 Row lengths must be multiples of this number.
 """
@@ -32,7 +32,7 @@ Row lengths must be multiples of this number.
 PORTABLE = "portable"
 """Name of the portable implementation: plain loops that run on every processor.
 
-It is the reference in tests, which all other instruction sets must match bit for bit. It is never
+Tests use it as the reference that all other instruction sets must match bit for bit. It is never
 used to serve a model.
 """
 
@@ -63,7 +63,7 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """One decoder layer. Vectors are float32, or null pointers if the layer does not have them."""
+    """One decoder layer. Its vectors are float32. Missing vectors are null pointers."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("mixer_norm", "mlp_norm", "q_norm", "k_norm")),
@@ -110,7 +110,7 @@ class Chunk(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The input of one step, with one row per token, and the addresses of its results."""
+    """One step's inputs, with one row per token, and the addresses to which results are written."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_rows", "num_chunks", "num_sampled")),
@@ -120,7 +120,7 @@ class Step(ctypes.Structure):
 
 
 class Draw(ctypes.Structure):
-    """The sampling parameters for one row of logits, and the token sampled with them."""
+    """The sampling parameters for one row of logits, and the sampled token."""
 
     _fields_ = (
         *((name, c_double) for name in ("temperature", "top_p", "min_p", "noise")),
@@ -160,7 +160,7 @@ def load() -> ctypes.CDLL | None:
 
 @cache
 def instruction_set() -> str | None:
-    """Return the instruction set that the library uses here, or None if it cannot be used."""
+    """Return the instruction set that the library uses on this machine, or None if unusable."""
     library = load()
     if library is None:
         return None
@@ -187,7 +187,8 @@ class Team:
 
         Args:
             num_threads: number of threads.
-            isa: one of the library's instruction sets, by default this processor's best.
+            isa: one of the library's instruction sets. The default is the best that this processor
+                supports.
         """
         library = load()
         name = isa or instruction_set()
@@ -199,7 +200,7 @@ class Team:
             raise MemoryError("no memory for the threads that compute")
 
     def step(self, model: Model, step: Step) -> None:
-        """Compute the hidden states, the logits and the most likely tokens of a step."""
+        """Compute a step's hidden states, logits and most likely tokens."""
         model_at = ctypes.addressof(model)
         step_at = ctypes.addressof(step)
         if not self._library.ullage_step(self._team, model_at, step_at):
@@ -208,14 +209,14 @@ class Team:
     def multiply(self, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, model: Model) -> None:
         """Write the product of x [rows, columns] and the transposed matrix to out.
 
-        The shape of out is [rows, matrix rows]. Both x and out are float32. Of `model`, only the
-        buffers for rounded rows are used.
+        The shape of out is [rows, matrix rows]. Both x and out are float32. `model` only provides
+        the scratch buffers for rounded rows.
         """
         arguments = (ctypes.addressof(matrix), x.data_ptr(), x.shape[0], out.data_ptr())
         self._library.ullage_multiply(self._team, *arguments, ctypes.addressof(model))
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        """Sample a token from each row of logits, float32 [rows, vocab], contiguous.
+        """Sample a token from each row of logits, a contiguous float32 tensor [rows, vocab].
 
         Returns:
             A token for each row, or -1 for a row in which no logit is greater than -inf.
@@ -230,10 +231,10 @@ class Team:
         return tokens
 
     def log_masses(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return log(sum(exp(logit - max))) for each row, float32 [rows, 1].
+        """Return log(sum(exp(logit - max))) for each row, as float32 [rows, 1].
 
-        The logits must have the same type and shape as for `sample`. Each row must have a logit
-        greater than -inf.
+        The logits must have the same type and shape as for `sample`, and each row must have at
+        least one logit greater than -inf.
         """
         rows, vocab = logits.shape
         out = torch.empty(rows, 1)

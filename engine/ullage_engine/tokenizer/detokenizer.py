@@ -1,7 +1,7 @@
-"""Converts tokens to text as they arrive, in whole characters and without stop strings.
+"""Converts tokens to text as they arrive, in whole characters and up to the first stop string.
 
-Bytes of an incomplete character are held back, and so is text that may be the beginning of a stop
-string. The cost per token does not depend on the length of the preceding text.
+Bytes of an incomplete character are held back, and so is text that may turn out to be the start of
+a stop string. The cost per token does not depend on the length of the preceding text.
 """
 
 import codecs
@@ -15,7 +15,7 @@ _UNSUPPORTED = "tokenizer.json: decoder {} is not supported; use a byte-level to
 
 
 class TokenBytes:
-    """The bytes that each token adds to the text. Special tokens add none.
+    """Looks up the bytes that each token adds to the text. Special tokens add none.
 
     Attributes:
         problem: error message if tokens cannot be converted to text, because the decoder is neither
@@ -42,7 +42,7 @@ class TokenBytes:
         return b"" if token_id in self._special else self.spelling(token_id)
 
     def spelling(self, token_id: int) -> bytes:
-        """Return the bytes of a token, special or not, or b"" if no token has this id."""
+        """Return a token's bytes, even if the token is special, or b"" if no token has this id."""
         text = self._known.get(token_id)
         if text is None:
             added = self._added.get(token_id)
@@ -55,17 +55,17 @@ class TokenBytes:
 
 
 class TextPiece(NamedTuple):
-    """New text, and the stop string that terminated it, or "" if more text may follow."""
+    """New text, and the stop string that ended it (or "" if more text may follow)."""
 
     text: str
     stop_string: str
 
 
 class Detokenizer:
-    """Converts the tokens of one answer to text as they arrive.
+    """Converts one answer's tokens to text as they arrive.
 
-    All returned texts together, including the result of `flush`, form the decoded text up to the
-    first stop string. If one character completes two stop strings, the longer one is used. With
+    The returned texts, including the result of `flush`, add up to the decoded text before the first
+    stop string. If one character completes two stop strings, the longer one is used. With
     `special_tokens`, the text includes special tokens.
     """
 
@@ -80,7 +80,7 @@ class Detokenizer:
         self._stops = StopMatcher(stop_strings)
 
     def push(self, token_id: int) -> TextPiece:
-        """Add a token and return the new text. Do not call again once a stop string was found."""
+        """Add a token and return the new text. Must not be called after a stop string was found."""
         return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
 
     def flush(self) -> TextPiece:
@@ -102,7 +102,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> TextPiece:
-        """Add text, and return the text that can no longer be part of a stop string."""
+        """Add text, and return all text that can no longer be part of a stop string."""
         if not self._stops:
             return TextPiece(text, "")
 
@@ -117,7 +117,7 @@ class StopMatcher:
         return TextPiece(pending[:kept], "")
 
     def flush(self) -> str:
-        """Return the text that is still held back. Call this once no more text will follow."""
+        """Return the text that is still held back. Call this after the last text was added."""
         held = self._held
         self._held = ""
         return held
@@ -160,7 +160,7 @@ def _speller(decoder: str) -> Callable[[str], bytes]:
 
 
 def _spell_nothing(token: str) -> bytes:
-    """Return no bytes, as a placeholder for an unsupported decoder."""
+    """Return no bytes. Stands in for a decoder that is not supported."""
     return b""
 
 
@@ -182,7 +182,7 @@ class _ByteLevelSpelling:
 
 
 def _spell_sentencepiece(token: str) -> bytes:
-    """Convert a SentencePiece token to bytes. `▁` stands for a space and `<0xE2>` for a byte."""
+    """Convert a SentencePiece token to bytes. `▁` means a space and `<0xE2>` a single byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
     return token.replace("\u2581", " ").encode()

@@ -1,8 +1,8 @@
-"""Sampling parameters that a model's authors recommend, in generation_config.json or GGUF metadata.
+"""Sampling parameters that a model's generation_config.json or GGUF metadata recommends.
 
-Every key is honoured, ignored because it does not affect sampling, or refused with an error that
-gives its name and value. Silently ignoring a relevant key would produce answers that the authors
-did not intend.
+Every key is either honoured, ignored because it does not affect sampling, or refused with an error
+that states its name and value. Silently ignoring a relevant key would produce answers that the
+model's authors did not intend.
 """
 
 import math
@@ -127,7 +127,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "watermarking_config": (),
     }
 )
-"""Unsupported keys, with the values at which they have no effect. Null always has no effect."""
+"""Maps unsupported keys to the values at which they have no effect. Null never has an effect."""
 
 _GGUF_PREFIX = "general.sampling."
 _GGUF_TAKEN: Mapping[str, str] = MappingProxyType(
@@ -140,7 +140,7 @@ _GGUF_TAKEN: Mapping[str, str] = MappingProxyType(
     }
 )
 _GGUF_HARMLESS = frozenset({"sequence", "penalty_last_n"})
-"""Keys that are ignored, because sampler order is fixed and penalties cover the whole text."""
+"""Ignored keys. The order of samplers is fixed, and penalties always cover the whole text."""
 _GGUF_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "mirostat": (0,),
@@ -154,7 +154,10 @@ _GGUF_DEPENDENT: Mapping[str, str] = MappingProxyType(
         "xtc_threshold": "xtc_probability",
     }
 )
-"""Maps each ignored key to the key that enables it, which is refused if it has an effect."""
+"""Maps keys that are ignored to the key that enables their feature.
+
+Ignoring them is safe, because files that enable the feature are refused.
+"""
 
 
 class GenerationError(Exception):
@@ -214,7 +217,7 @@ def _check_neutral(key: str, value: object, neutral: tuple[object, ...]) -> None
 
 
 def _number(field: str, value: object, key: str = "") -> float | int:
-    """Return a number, after checking that it is a value that a request could set."""
+    """Return a number after checking that requests could also use this value."""
     key = key or field
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GenerationError(f"{key} is {value!r}, not a number; {_REMEDY}")

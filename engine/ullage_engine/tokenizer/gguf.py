@@ -31,17 +31,17 @@ from ullage_engine.tokenizer.gguf_special_tokens import (
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a family of byte-level BPE tokenizers splits text before merging."""
+    """How a family of byte-level BPE tokenizers splits text into words before merging."""
 
     split: str = ""
-    """Regular expression that matches one word to tokenise, or "" for GPT-2's expression."""
+    """Regular expression that matches one word, or "" for GPT-2's expression."""
     single_digits: bool = False
     """Whether every digit becomes a separate word before the expression is applied."""
     whole_words: bool = False
     """Whether a word that is in the vocabulary becomes one token without applying merges."""
     normal_form: Literal["", "NFC"] = ""
     adds_bos: bool = False
-    """Whether a beginning-of-sequence token is added by default if the file does not say so."""
+    """Whether a beginning-of-sequence token is added if the file does not say."""
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -105,7 +105,7 @@ def build_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
 def _post_processor(
     metadata: Mapping[str, Value], tokenizer: Tokenizer, kind: _Kind
 ) -> processors.PostProcessor | None:
-    """Create the post-processor that adds special tokens to raw text, or None if none are added."""
+    """Create the post-processor that adds special tokens to raw text. Return None if unneeded."""
     special = special_token_ids(metadata)
     added = {
         "bos_token": _flag(metadata, "tokenizer.ggml.add_bos_token", kind.adds_bos),
@@ -182,8 +182,8 @@ def _pre_tokenizer(kind: _Kind) -> pre_tokenizers.PreTokenizer:
 def _added_tokens(metadata: Mapping[str, Value], tokens: list[str]) -> Iterator[AddedToken]:
     """Yield the tokens that are never split: control tokens and user-defined tokens.
 
-    Control tokens are skipped when decoding. A token with the name of a known end token is treated
-    as a control token, even if the file gives it another type.
+    Control tokens are skipped when decoding. A token whose name is that of a known end token counts
+    as a control token, even if the file declares a different type.
     """
     ends = end_names(metadata)
     for token_id, token in enumerate(tokens):

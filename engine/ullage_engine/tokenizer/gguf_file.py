@@ -1,4 +1,4 @@
-"""Reads the metadata of a GGUF file without using numpy or reading any tensors.
+"""Reads a GGUF file's metadata without using numpy or reading any tensors.
 
 A file begins with its metadata: magic `GGUF`, version (uint32), tensor count and pair count
 (uint64), then pairs of (string key, uint32 type, value). A string is a uint64 length and UTF-8
@@ -53,7 +53,7 @@ def read_metadata(path: Path) -> dict[str, Value]:
 
 
 def read_architecture(path: Path) -> Value | None:
-    """Read the architecture of a GGUF file without reading the metadata that follows it.
+    """Read a GGUF file's architecture, and stop before the metadata that follows it.
 
     Raises:
         GgufError: if the file is missing, is not a GGUF file, or ends before the architecture.

@@ -1,4 +1,4 @@
-"""The special tokens defined in GGUF metadata, and the tokens that end an answer."""
+"""Finds the special tokens in GGUF metadata, including those that end an answer."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -26,7 +26,7 @@ _SPECIAL_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Maps the names of special tokens in chat templates to those in `tokenizer.ggml.*_token_id`."""
 
 _ENDS = ("eos", "eot", "eom")
-"""Names, in `tokenizer.ggml.*_token_id`, of tokens that end a sequence, a turn or a message."""
+"""Names in `tokenizer.ggml.*_token_id` of the tokens that end a sequence, turn or message."""
 
 END_TOKENS = frozenset(
     {
@@ -56,7 +56,7 @@ END_TOKENS = frozenset(
 )
 """Names of tokens that end an answer, as in llama.cpp.
 
-They are recognised by name, because files with several end tokens often give only one of their ids.
+They are recognised by name, because files with several end tokens often list only one token id.
 """
 
 _NO_ENDS: tuple[tuple[frozenset[str], str], ...] = (
@@ -66,16 +66,16 @@ _NO_ENDS: tuple[tuple[frozenset[str], str], ...] = (
     # Gemma 4 has the end token of its predecessors for another purpose.
     (frozenset({"<|tool_response>"}), "</s>"),
 )
-"""Exceptions to `END_TOKENS`, as pairs of a set of token names and one more name.
+"""Exceptions to `END_TOKENS`, as pairs of a set of token names and another token's name.
 
-If a vocabulary contains all tokens in the set, the token with that name is not an end token.
+If a vocabulary has all tokens in the set as end tokens, the other token is not an end token.
 """
 
 
 def special_token_ids(metadata: Mapping[str, Value]) -> dict[str, int]:
-    """Return the ids of special tokens, by their names in chat templates.
+    """Return a map from special tokens' names in chat templates to their ids.
 
-    If a file does not define an end-of-sequence token, the first other end token takes its place.
+    If a file does not define an end-of-sequence token, the first other end token is used instead.
     """
     ids = {}
     for name, keys in _SPECIAL_TOKENS.items():
@@ -112,8 +112,8 @@ def _ids(metadata: Mapping[str, Value], names: Iterable[str]) -> list[int]:
 def end_names(metadata: Mapping[str, Value]) -> dict[str, int]:
     """Return the end tokens that are recognised by name, with their ids.
 
-    If BPE merges can produce a token, it is an ordinary word rather than an end token, unless the
-    file gives it a special type. An example is `</s>` in a vocabulary for source code.
+    A token that BPE merges can produce is an ordinary word rather than an end token, unless the
+    file assigns it a special type. One example is `</s>` in a vocabulary for source code.
     """
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):

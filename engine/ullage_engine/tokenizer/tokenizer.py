@@ -1,8 +1,8 @@
 """The model's tokenizer, from a tokenizer.json or rebuilt from a GGUF file's metadata.
 
-The model's files also define special tokens, chat templates and sampling parameters. Raw text and
-rendered chat templates are tokenised differently: special tokens are added around raw text, but not
-around a rendered chat template, which already contains them.
+The model's files also define special tokens, chat templates and sampling parameters. Special tokens
+such as BOS are added around raw prompt text, but not around a rendered chat template, which already
+contains them.
 """
 
 import json
@@ -30,7 +30,7 @@ log = logging.getLogger("ullage.engine")
 Json = Mapping[str, object]
 
 TEMPLATE_FILE = "chat_template.jinja"
-"""File with the default chat template. It overrides the templates in tokenizer_config.json."""
+"""File with the default chat template, which overrides those in tokenizer_config.json."""
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Folder with additional chat templates."""
 
@@ -59,7 +59,7 @@ class ModelTokenizer:
     eos_token_ids: tuple[int, ...]
     """Ids of the tokens that end generation."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Texts of special tokens by their names in templates, such as `bos_token`."""
+    """Maps special tokens' names in templates, such as `bos_token`, to their text."""
     tool_chat_template: str = ""
     """Jinja source for conversations with tools, or an empty string if `chat_template` is used."""
     chat_adds_bos: bool = False
@@ -93,7 +93,7 @@ class ModelTokenizer:
         return token_id
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokenise raw prompt text, adding any missing special tokens around it."""
+        """Tokenise raw prompt text, and add special tokens (such as BOS and EOS) if missing."""
         return self.affixes.around(self._encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
@@ -125,7 +125,7 @@ def load_tokenizer(path: Path, generation_defaults: bool = False) -> ModelTokeni
         generation_defaults: whether to read the sampling parameters that the files recommend.
 
     Raises:
-        TokenizerError: if a file is missing, broken, or of a kind that is not supported.
+        TokenizerError: if a file is missing, corrupt, or of an unsupported type.
     """
     load = _from_directory if path.is_dir() else _from_gguf
     return load(path, generation_defaults)
@@ -197,7 +197,7 @@ def _from_directory(path: Path, generation_defaults: bool) -> ModelTokenizer:
 def _tokenizer_config(path: Path) -> Json:
     """Read tokenizer_config.json, taking special_tokens_map.json into account.
 
-    As in transformers, special_tokens_map.json overrides the configuration unless the latter lists
+    As in transformers, special_tokens_map.json takes precedence unless tokenizer_config.json lists
     added tokens.
     """
     config = _read_json(path / "tokenizer_config.json")
@@ -272,7 +272,7 @@ def _odd_template(path: Path) -> TokenizerError:
 
 
 def _eos_ids(path: Path, tokenizer: Tokenizer, eos_token: str) -> tuple[int, ...]:
-    """Return all end tokens that generation_config.json, config.json and the tokenizer define."""
+    """Return the ids of all end tokens in generation_config.json, config.json and the tokenizer."""
     token_ids = list[int]()
     for name in ("generation_config.json", "config.json"):
         values = _read_json(path / name)
