@@ -105,7 +105,7 @@ async def _answer_options(allowed: str, request: Request, reply: Reply) -> None:
 
 
 class _SmallPages:
-    """Small JSON documents: the list of models and the health probes."""
+    """Serves small JSON documents: the list of models and the health probes."""
 
     def __init__(self, service: RouterService) -> None:
         self._service = service

@@ -60,7 +60,7 @@ class Phase(enum.Enum):
 
 
 class ConnectionState(ServerState):
-    """The state that all connections of a server share.
+    """The state shared by all of a server's connections.
 
     Attributes:
         limits: The limits on connections.
@@ -84,7 +84,7 @@ class ConnectionState(ServerState):
         self._starts: deque[Callable[[], None]] = deque()
 
     def start_soon(self, start: Callable[[], None]) -> None:
-        """Start a request after all earlier ones.
+        """Schedule a request to start after all earlier requests.
 
         Each iteration of the event loop starts at most STARTED_PER_TURN requests.
         """
@@ -104,8 +104,8 @@ class ConnectionState(ServerState):
 class Cycle(RequestResponseCycle):
     """A request and its reply.
 
-    The headers of a reply are sent together with the first part of the body. Parts of the body
-    that are written in the same event loop iteration are combined. All headers come from this
+    A reply's headers are sent together with the first part of the body. Parts of the body that are
+    written in the same event loop iteration are combined. All headers come from this
     program, so uvicorn's two regular-expression checks per header are skipped, which saves 12 us
     per request.
     """
@@ -232,16 +232,16 @@ class HTTPConnection(HttpToolsProtocol):
         self._shared = server_state
         self._limits = server_state.limits
         self._answered: Cycle | None = None
-        """The request that is being answered now, or that will be answered next."""
+        """The request that is being answered, or the next one to be answered."""
 
         self._opened = self.loop.time()
         self._phase = Phase.OPENED
         self._phase_began = self._opened
-        """Time at which the phase began. Reset when a previous reply ends."""
+        """Time at which the current phase began. Reset when the previous reply ends."""
         self._ticked_at = self._opened
 
         self._budget = self._limits.max_head_bytes
-        """Number of bytes that may still arrive without ending the head or adding to the body."""
+        """Bytes of headers or chunk framing that may still arrive before the request is refused."""
         self._num_events = 0
         """Number of headers and body chunks parsed in this event loop iteration."""
 
@@ -288,7 +288,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, or keep them while reading is paused."""
+        """Parse received bytes, or buffer them while reading is paused."""
         if self.flow.unparsed:  # under TLS, reading stops one read late
             self.flow.unparsed += data
         else:
@@ -316,7 +316,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def tick(self, now: float) -> None:
-        """Check the time limits of the connection.
+        """Enforce the connection's time limits.
 
         Args:
             now: The event loop's time.
@@ -363,7 +363,7 @@ class HTTPConnection(HttpToolsProtocol):
         return self._is_closing
 
     def close(self) -> None:
-        """Close the connection without losing a reply that has been sent."""
+        """Close the connection without losing a reply that was already sent."""
         cycle = self._answered
         if cycle and cycle.response_started and not cycle.response_complete:
             self.abort()  # the client must not mistake a part for the whole reply
@@ -453,8 +453,8 @@ class HTTPConnection(HttpToolsProtocol):
     def _withdraw_upgrade(self) -> None:
         """Parse a request head again without its Upgrade headers.
 
-        After a head with an Upgrade header, the parser expects the other protocol. But a client
-        that merely offers HTTP/2, such as Java's, continues with the body of its HTTP/1.1 request.
+        After a head with an Upgrade header, the parser expects the other protocol. A client
+        that merely offers HTTP/2, such as Java's, instead continues with its HTTP/1.1 body.
         """
         method = self.parser.get_method()
         version = self.parser.get_http_version().encode()
@@ -477,10 +477,10 @@ class HTTPConnection(HttpToolsProtocol):
             self._enter(Phase.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header of a request head, and drop trailers, which follow the last body chunk.
+        """Keep a header of the request head, but drop trailers, which follow the last body chunk.
 
         Trailers are dropped because neither this server nor a proxy checks them as it checks
-        headers. The first header beyond the limit is kept, so that the head is then refused.
+        headers. One header beyond the limit is kept, so that the head is refused later.
         """
         self._num_events += 1
         if self._phase is Phase.HEAD and len(self.headers) <= self._limits.max_headers:
@@ -609,7 +609,7 @@ class HTTPConnection(HttpToolsProtocol):
 
 
 def _tune(sock: socket.socket) -> None:
-    """Set socket options so that tokens are sent immediately and the kernel buffers few bytes.
+    """Set socket options so that tokens are sent immediately and the kernel buffers little data.
 
     The remaining unsent bytes stay in this process, where their number is capped.
     """

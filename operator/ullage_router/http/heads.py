@@ -1,6 +1,6 @@
-"""Refuse request heads that a proxy and this server could interpret differently.
+"""Refuses request heads that a proxy and this server could interpret differently.
 
-Such a head lets a client smuggle a request past the checks of a proxy (RFC 9112, section 11.2).
+Such a head lets a client smuggle a request past a proxy's checks (RFC 9112, section 11.2).
 """
 
 from ullage_common.wire.errors import ServiceError

@@ -23,14 +23,14 @@ class HTTPLimits:
     The limit covers all connections.
     """
     max_long_bytes: int = MAX_LONG_BYTES
-    """Maximum total size of long bodies that are being received or held at a time, in bytes."""
+    """Maximum total bytes of long bodies that are being received or are held in memory."""
     max_handled_bytes: int = MAX_HANDLED_BYTES
-    """Maximum total size of long bodies that are being converted to prompts, in bytes."""
+    """Maximum total bytes of long bodies that are being converted to prompts."""
     max_connections: int = 20_000
     max_age_s: float = 600.0
     """Age in seconds after which a connection closes, so that clients rebalance across routers.
 
-    The connection closes after a reply.
+    The connection closes after its next reply.
     """
     head_timeout_s: float = 10.0
     """Maximum seconds from the first byte of a request to the end of its headers."""

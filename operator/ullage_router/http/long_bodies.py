@@ -18,7 +18,7 @@ from dataclasses import dataclass
 LONG_BODY_BYTES = 1 << 20
 """Size in bytes above which a body must take turns."""
 MAX_LONG_BYTES = 16 << 20
-"""Maximum total declared size in bytes of long bodies that are being received or are held.
+"""Maximum total declared bytes of long bodies that are being received or held in memory.
 
 One tenant gets at most half of this.
 """
@@ -34,15 +34,15 @@ MIN_BYTES_PER_S = 512 << 10
 
 @dataclass(slots=True, eq=False)
 class BodyTurn:
-    """A long body's turn to be received or to be converted to a prompt."""
+    """A long body's turn: a grant of memory to be received or to be converted to a prompt."""
 
     size: int
-    """Maximum number of bytes that the body may have."""
+    """Maximum size of the body in bytes."""
     tenant: str
     idle_s: float = 0.0
-    """Seconds spent waiting for the client so far, reduced for each byte that has arrived."""
+    """Seconds spent waiting for the client so far, reduced by each byte that has arrived."""
     idle_since: float | None = None
-    """Start of the current wait for the body's bytes, on the event loop's clock, or None."""
+    """When the current wait for the body's bytes began, on the event loop's clock, or None."""
     timeout: asyncio.Timeout | None = None
     is_lost: bool = False
 
@@ -53,7 +53,7 @@ class BodyTurn:
         return self.idle_since + max(0.0, IDLE_TIMEOUT_S - self.idle_s)
 
     def add(self, num_bytes: int) -> None:
-        """Count received bytes. They offset past waiting time, but not future waiting time."""
+        """Credit received bytes against past waiting time, but not against future waiting time."""
         self.idle_s = max(0.0, self.idle_s - num_bytes / MIN_BYTES_PER_S)
 
     def lose(self) -> None:
@@ -64,7 +64,7 @@ class BodyTurn:
 
 
 class LongBodies:
-    """Grant turns round-robin among tenants, and first-in-first-out within a tenant.
+    """Grants long bodies their turns, round-robin among tenants and in order within a tenant.
 
     Args:
         limit: Maximum bytes of all granted turns.
@@ -109,14 +109,14 @@ class LongBodies:
         return turn
 
     def shrink(self, turn: BodyTurn, size: int) -> None:
-        """Shrink a turn to the actual size of the complete body, and release the other bytes."""
+        """Shrink a turn to the complete body's actual size, and release the remaining bytes."""
         self._taken[turn.tenant] -= turn.size - size
         turn.size = size
         self._give_turns()
 
     @contextlib.contextmanager
     def awaited(self, turn: BodyTurn, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Count the duration of the `with` block as time spent waiting for the body's client.
+        """Count the time spent in the `with` block as waiting for the body's client.
 
         Args:
             turn: The turn of the body.
@@ -167,7 +167,7 @@ class LongBodies:
         return total <= self._limit and self._taken[tenant] + size <= most
 
     def _make_room(self) -> None:
-        """Revoke the turn of the slowest body that blocks others, now or when its time runs out."""
+        """Revoke the turn of the slowest body that blocks others, once its time has run out."""
         if self._timer:
             self._timer.cancel()
             self._timer = None

@@ -39,7 +39,7 @@ MAX_DISCARDED_BYTES = 64 << 10
 
 
 class Body:
-    """A request body whose bytes can be taken once, so that no other frame keeps them alive.
+    """A request body whose bytes can be taken only once, so that nothing else keeps them alive.
 
     Attributes:
         num_bytes: Size of the body in bytes.
@@ -78,9 +78,9 @@ class Request:
         self._has_failed = False
         self._taken_bytes = 0
         self._turn: BodyTurn | None = None
-        """The turn in which a long body is being received, or None."""
+        """A long body's turn to be received, or None."""
         self._handled: BodyTurn | None = None
-        """The turn in which a long body is being converted to a prompt, or None."""
+        """A long body's turn to be converted to a prompt, or None."""
         self._tenant = ""
 
     @property
@@ -119,7 +119,7 @@ class Request:
         )
 
     def end_turn(self) -> None:
-        """End the turn of a long body.
+        """End a long body's turn, so that another body may be received or converted.
 
         Call this method once the body has been converted to a prompt or never will be, or when the
         request waits for anything outside this router. The parsed values still occupy memory until
@@ -133,13 +133,13 @@ class Request:
             self._handled = None
 
     def release(self) -> None:
-        """Free the memory of a body that the reader no longer needs."""
+        """Release the memory reserved for a body that is no longer needed."""
         self.end_turn()
         self._room.give_back(self._taken_bytes, self._tenant)
         self._taken_bytes = 0
 
     async def read_json(self, tenant: str = "") -> Body:
-        """Read a body, as `read` does, after checking that its content type is JSON.
+        """Check that the content type is JSON, then read the body as `read` does.
 
         Args:
             tenant: The tenant to whom the body's memory is charged until the body is released.
@@ -209,7 +209,7 @@ class Request:
         return buffer.getvalue()
 
     async def _read_long(self, buffer: io.BytesIO, has_more: bool) -> None:
-        """Read the rest of a long body in its turn, then wait for its turn to be parsed."""
+        """Read the rest of a long body when its turn comes, then wait for its turn to be parsed."""
         bodies = self._room.long_bodies
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:

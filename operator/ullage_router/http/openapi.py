@@ -96,7 +96,7 @@ _ERROR_HEADERS: Mapping[str, tuple[frozenset[int], str]] = {
     "allow": (frozenset({405}), "The methods that the path allows."),
     "x-should-retry": (frozenset({409}), "Whether to retry: false."),
 }
-"""Headers of error responses, with the statuses for which they are sent."""
+"""Headers of error responses, with the statuses that have them and their descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Operation:
     answer: Any = None
     """Type of the JSON response, or None if the response is not JSON."""
     kinds: tuple[str, ...] = (JSON,)
-    """Content types of the response. `answer` is the type of the JSON response."""
+    """Content types of the response. If it can be JSON, `answer` is its type."""
     status: int = 200
     body: Any = None
     """Type of the request body, or None if the request has no body."""
@@ -251,10 +251,10 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
 
 
 def document(routes: Iterable[tuple[str, str]]) -> bytes:
-    """Return the OpenAPI document of the given paths and methods, as JSON.
+    """Return the OpenAPI document for the given paths and methods, as JSON.
 
     Raises:
-        KeyError: An operation is not described.
+        KeyError: A given path and method has no entry in OPERATIONS.
     """
     schemas = Schemas()
     paths: dict[str, Json] = {}
@@ -307,7 +307,7 @@ class Schemas:
         return schema
 
     def _complete(self, name: str) -> None:
-        """Add schemas for the fields of a structure whose types are not precise enough.
+        """Replace the schemas of a structure's fields whose declared types are too imprecise.
 
         These are fields that are decoded later, and unsupported fields.
         """

@@ -1,6 +1,6 @@
-"""Decides which web pages may use a router, by checking Host and Origin and by CORS.
+"""Decides which web pages may use a router, using CORS and the Host and Origin headers.
 
-A router on a loopback address serves its own machine, where a browser may also run the pages of
+A router on a loopback address serves its own machine, where a browser may also run pages from
 foreign sites. Such a page can reach the router in two ways. It may send requests to 127.0.0.1,
 which `Origin` reveals. Or its host name is changed to resolve to 127.0.0.1 after the page was
 loaded (DNS rebinding), so that the browser treats the router as the page's own server. In that
@@ -30,7 +30,7 @@ _FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 """Suffixes of host names that cannot be registered, such as host.docker.internal."""
 MAX_HOST = 253 + len(".:65535")
-"""Maximum length of a Host header: the longest DNS name, with the root's dot and a port."""
+"""Maximum length of a Host header: the longest DNS name with its trailing dot and a port."""
 KEPT_NAMES = 256
 """Number of hosts whose check results are cached. Nearly all requests name the same host."""
 _METHODS = b"GET, HEAD, POST, OPTIONS"
@@ -143,7 +143,7 @@ def _preflight_headers(request: Request) -> Headers:
 
 
 def _names_of(wanted: str) -> str:
-    """Return the valid header names in a comma-separated list."""
+    """Return a comma-separated list of header names without the invalid names."""
     names = (name.strip().lower() for name in wanted.split(","))
     return ", ".join(n for n in names if n and n.replace("-", "").replace("_", "").isalnum())
 

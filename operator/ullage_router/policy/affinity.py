@@ -35,7 +35,7 @@ MAX_PREFIX_BLOCKS = 64
 
 
 class CacheKey(msgspec.Struct, frozen=True):
-    """The lookup key of a request in the session and prefix tables, computed once per request."""
+    """A request's lookup key for the session and prefix tables, computed once per request."""
 
     session: str
     prefixes: tuple[int, ...]
@@ -44,7 +44,7 @@ class CacheKey(msgspec.Struct, frozen=True):
 
     @property
     def session_hashes(self) -> tuple[int, ...]:
-        """A tuple with the hash of the session (empty if the request has no session)."""
+        """The hash of the session in a one-element tuple (empty if the request has no session)."""
         return (hash(self.session),) if self.session else ()
 
     @property
@@ -71,7 +71,7 @@ class HashRing:
         ring = sorted(point for engine in engines for point in _engine_points(engine))
         self._points = [point for point, _ in ring]
         self._nearest: list[tuple[str, ...]] = [()] * len(ring)
-        """For each point, the engine that owns it and the next different engine, if any."""
+        """For each point on the ring, its engine and the next different engine, if any."""
 
         # Go around twice: the last points' next engines are at the ring's beginning.
         nearest: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class HashRing:
             self._nearest[i % len(ring)] = nearest
 
     def nearest_two(self, point: int) -> tuple[str, ...]:
-        """Return the first engine at or after a point, and the next different engine, if any."""
+        """Return the first two distinct engines at or after a point on the ring, if they exist."""
         if not self._points:
             return ()
         return self._nearest[bisect_left(self._points, point) % len(self._points)]
@@ -114,7 +114,7 @@ class Table:
         return self._len
 
     def first(self, tenant: str, keys: Iterable[int], is_usable: Callable[[str], bool]) -> str:
-        """Look up keys in order, and return the first usable engine (empty if there is none)."""
+        """Look up keys in order, and return the first usable engine (empty if none is found)."""
         engines = self._tenants.get(tenant)
         if engines:
             for key in keys:
@@ -166,7 +166,7 @@ class Table:
                 del self._tenants[tenant]
 
     def check_integrity(self) -> None:
-        """Assert that the count matches the entries and that every tenant has entries."""
+        """Assert that the entry count is correct and that every listed tenant has entries."""
         assert self._len == sum(map(len, self._tenants.values())) <= self._size
         assert all(self._tenants.values())
 

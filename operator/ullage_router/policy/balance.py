@@ -7,8 +7,9 @@ is:
     work(N) = N * (N + 1) / 2 + mlp_products * N
 
 `balance` assigns the prompts from longest to shortest, each to the least loaded engine that has
-memory for the prompt. This is the LPT rule (Graham, "Bounds on Multiprocessing Timing Anomalies",
-1969). If the engines are idle, the critical path is at most 4/3 of the shortest possible path.
+memory for the prompt. This is the longest-processing-time rule (Graham, "Bounds on
+Multiprocessing Timing Anomalies", 1969). The critical path is the work of the busiest engine. If
+the engines are idle to begin with, it is at most 4/3 of the optimum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ class PrefillTask:
 def balance(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
     """Assign each task to an engine, and return the engine keys.
 
-    Tasks stay on their current engines unless moving them shortens the critical path.
+    Tasks stay on their current engines unless moving them reduces the work of the busiest engine.
 
     Args:
         engines: every engine that holds a task, and possibly others. Engines to which no task may
@@ -70,7 +71,7 @@ def balance(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list
 def critical_path(
     tasks: Sequence[PrefillTask], placement: Sequence[str], engines: Sequence[EngineLoad]
 ) -> int:
-    """Return the work of the busiest engine.
+    """Return the critical path: the total prefill work of the busiest engine.
 
     Args:
         placement: for each task, the key of the engine it is assigned to.
@@ -82,7 +83,7 @@ def critical_path(
 
 
 def _longest_first(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
-    """Place tasks from longest to shortest, and return their engines (empty if they do not fit)."""
+    """Place tasks, longest first, and return their engines (empty if any task does not fit)."""
     total = {engine.id: engine.work for engine in engines}
     room = {engine.id: engine.room for engine in engines}
     placement = [""] * len(tasks)

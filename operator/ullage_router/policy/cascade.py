@@ -1,4 +1,4 @@
-"""Decides which models of a cascade answer a request.
+"""Decides which of a cascade's models answer a request.
 
 A cascade sends a request to a small model first and hands it over to a larger one when the small
 model is unsure. `features` reads a request before any model has seen it, `plan` chooses the first
@@ -94,7 +94,7 @@ def features(request: inference_pb2.GenerateRequest) -> Features:
 
 
 def estimated_tokens(request: inference_pb2.GenerateRequest) -> int:
-    """Estimate the number of prompt tokens, which is charged until the tokens are counted."""
+    """Estimate the number of prompt tokens to charge until the actual tokens are counted."""
     characters = sum(len(m.content) for m in request.messages.messages) + len(request.text)
     return len(request.token_ids.ids) or 1 + characters // CHARACTERS_PER_TOKEN
 
@@ -174,7 +174,7 @@ def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
 
 
 def difficulty(features: Features, policy: HeuristicsSection) -> int:
-    """Count the signs of a hard prompt. Each sign starts the request at the next larger model."""
+    """Count the signs of a hard prompt. Each one makes it start at the next larger model."""
     signs = (
         0 < policy.prompt_characters < features.characters,
         0 < policy.turns < features.turns,
@@ -186,7 +186,7 @@ def difficulty(features: Features, policy: HeuristicsSection) -> int:
 
 
 def is_peak(priority: int, load: ServiceLoad, policy: FallbackSection) -> bool:
-    """Return whether the engines are so busy that a request of this priority uses the fallback."""
+    """Return whether the load is so high that requests of this priority use the fallback model."""
     if priority > policy.max_priority:
         return False
     return (

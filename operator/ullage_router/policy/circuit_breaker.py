@@ -6,7 +6,7 @@
 
 Only engine faults count as failures (`errors.is_engine_fault`). A request that is invalid,
 cancelled, out of time or too large for the free memory does not. An answer that stalls after its
-first token does.
+first token does count.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ State = Literal["closed", "open", "half-open"]
 
 
 class CircuitBreaker:
-    """The breaker of one engine. Times are in seconds, from any monotonic clock.
+    """One engine's circuit breaker. Times are in seconds, from any monotonic clock.
 
     Args:
         section: the number of consecutive failures that opens the breaker, and the minimum and
@@ -114,7 +114,7 @@ class CircuitBreaker:
         self.openings += 1
 
     def check_integrity(self, now: float) -> None:
-        """Assert that the failures, the pause and the probe are within their bounds."""
+        """Assert that the failure count, the pause and the probe are consistent."""
         assert 0 <= self._failures <= self._section.failures
         assert self._section.pause <= self._pause_s <= self._section.max_pause
         assert self._until is None or self._until <= now + self._section.max_pause
@@ -124,7 +124,7 @@ class CircuitBreaker:
 def held_back(
     breakers: Iterable[tuple[str, CircuitBreaker]], most: int, now: float
 ) -> frozenset[str]:
-    """Return the keys of a pool's ready engines to which no requests are currently sent.
+    """Return the keys of a pool's ready engines that should not receive requests for now.
 
     Args:
         breakers: breakers of the pool's ready engines by key. Closed breakers may be left out.

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from ullage_router.policy.balance import pairs
 
 REPORTS_AFTER_ACCEPTED = 2
-"""Number of reports to wait for after Accepted before a reservation ends."""
+"""Number of memory reports to await after Accepted before a request's reservation ends."""
 SPARE_LIMITS = 64
-"""Slack before stale entries are purged from the heap of step limits.
+"""Number of excess entries in the heap of step limits that triggers a purge of stale entries.
 
-The entries of ended requests are removed once the heap has more entries than this plus twice the
+The entries of ended requests are purged once the heap has more entries than this plus twice the
 number of requests in flight.
 """
 
@@ -34,11 +34,11 @@ class Credit:
     tokens: int
     """Number of prompt tokens."""
     step_limit_s: float = math.inf
-    """Longest step time, in seconds, at which the request would still finish in time."""
+    """Longest engine step, in seconds, with which the request would still meet its deadline."""
     counted_from: int | None = None
-    """Sequence number of the first report sure to include the request. None before Accepted."""
+    """Number of the first report that is certain to include the request. None before Accepted."""
     holder: str = ""
-    """The caller for which memory is reserved although no tenant has been charged for it.
+    """The caller of `Pick` for which memory is reserved without charging a tenant.
 
     Empty if a tenant has been charged, or if the request has been sent.
     """
@@ -46,7 +46,7 @@ class Credit:
 
 @dataclass(slots=True)
 class PromptSums:
-    """Sums over the prompts that are not prefilled yet."""
+    """Total tokens and query-key pairs of the prompts that are not prefilled yet."""
 
     tokens: int = 0
     pairs: int = 0
@@ -61,7 +61,7 @@ class PromptSums:
 
 
 class Held(NamedTuple):
-    """Sums over uncharged reservations that the engine's last report may not include."""
+    """Totals of uncharged reservations that the engine's last report may not include."""
 
     requests: int = 0
     size: int = 0
@@ -70,7 +70,7 @@ class Held(NamedTuple):
     """Number of prompt tokens."""
 
     def plus(self, credit: Credit, sign: int = 1) -> "Held":
-        """Return the sums after adding a reservation, or removing it if the sign is -1."""
+        """Return the totals after adding a reservation, or removing it if `sign` is -1."""
         return Held(
             self.requests + sign,
             self.size + sign * credit.size,
@@ -82,7 +82,7 @@ NOTHING_HELD = Held()
 
 
 class CreditBook:
-    """The reservations of one engine's requests in flight.
+    """Tracks the memory reservations of one engine's in-flight requests.
 
     A reservation is open until a report is certain to include its request. From then on, until the
     request ends, it is marked as counted and its bytes are no longer reserved here.
@@ -97,10 +97,10 @@ class CreditBook:
         """
         self._counted: set[Credit] = set()
         self._step_limits: list[tuple[float, int, Credit]] = []
-        """A heap of the finite step limits of all requests in flight.
+        """A heap of all in-flight requests' finite step limits.
 
-        The limit of an ended request is removed lazily: when it reaches the top of the heap, or
-        when the heap has accumulated too many of them.
+        An ended request's limit is removed lazily: when it reaches the top of the heap, or when
+        the heap has accumulated too many stale limits.
         """
         self._numbers = itertools.count()
         self._reports = 0
@@ -110,13 +110,13 @@ class CreditBook:
 
         # Every decision needs these sums, so they are maintained instead of computed.
         self._unsure = PromptSums()
-        """Sums over prompts that no report is certain to include."""
+        """Totals of the prompts that the last report may not include."""
         self._sure = PromptSums()
-        """Sums over prompts that the last report includes."""
+        """Totals of the prompts that the last report is certain to include."""
 
         self._held: dict[str, Held] = {}
         self.held_by_all = NOTHING_HELD
-        """Sums over the uncharged reservations of all callers."""
+        """Totals of all callers' uncharged reservations."""
 
     @property
     def reports(self) -> int:
@@ -125,12 +125,12 @@ class CreditBook:
 
     @property
     def total(self) -> int:
-        """Reserved bytes of the requests that no report is certain to include."""
+        """Bytes reserved for requests that the last report may not include."""
         return self._total
 
     @property
     def tokens(self) -> int:
-        """Tokens still to prefill for the requests that no report is certain to include."""
+        """Prompt tokens still to prefill in requests that the last report may not include."""
         return self._unsure.tokens
 
     def prefill_pairs(self, reported_tokens: int) -> float:
@@ -145,7 +145,7 @@ class CreditBook:
 
     @property
     def uncounted(self) -> int:
-        """Number of requests that no report is certain to include."""
+        """Number of requests that the last report may not include."""
         return len(self._open)
 
     @property
@@ -155,14 +155,14 @@ class CreditBook:
 
     @property
     def step_limit_s(self) -> float:
-        """Longest step time, in seconds, at which every request in flight finishes in time."""
+        """Longest engine step, in seconds, with which all in-flight requests would be on time."""
         limits = self._step_limits
         while limits and not self._is_in_flight(limits[0][2]):
             heapq.heappop(limits)
         return limits[0][0] if limits else math.inf
 
     def held(self, holder: str) -> Held:
-        """Return the sums over the uncharged reservations of one caller."""
+        """Return the totals of one caller's uncharged reservations."""
         return self._held.get(holder, NOTHING_HELD)
 
     def reserve(
@@ -173,10 +173,10 @@ class CreditBook:
         Args:
             size: bytes to reserve.
             tokens: prompt tokens.
-            step_limit_s: longest step time, in seconds, at which the request would still finish in
-                time.
-            holder: the caller for which memory is reserved without a charge (empty if a tenant has
-                been charged).
+            step_limit_s: longest engine step, in seconds, with which the request would still meet
+                its deadline.
+            holder: the caller of `Pick` for which memory is reserved without charging a tenant
+                (empty if a tenant has been charged).
         """
         credit = Credit(size, tokens, step_limit_s, holder=holder)
         self._open.add(credit)
@@ -203,7 +203,7 @@ class CreditBook:
             (self._unsure if credit in self._open else self._sure).remove(credit.tokens)
 
     def on_report(self) -> None:
-        """Mark every request that this report must include as counted."""
+        """Record a report, and mark as counted the requests that it is certain to include."""
         self._reports += 1
         while self._accepted and self._reports >= (self._accepted[0].counted_from or 0):
             credit = self._accepted.popleft()
@@ -242,7 +242,7 @@ class CreditBook:
             heapq.heapify(self._step_limits)
 
     def check_integrity(self) -> None:
-        """Assert that all sums and indices agree with the reservations."""
+        """Assert that all totals and indices are consistent with the reservations."""
         assert not self._open & self._counted
 
         inflight = self._open | self._counted

@@ -86,14 +86,16 @@ def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPo
 def decide_among(
     facts: RequestFacts, sample: Sequence[EngineView], policy: RoutingPolicy
 ) -> Run | None:
-    """Decide from a sample of engines in the common case: the request fits at home unchanged.
+    """Try to place a request by looking at only a sample of the engines.
+
+    This is a fast path for the common case in which the request fits in its home pool unchanged.
 
     Args:
         sample: usable engines of the first pool, and of the large pool if there is one. A pool
             without a usable engine is represented by any of its engines.
 
     Returns:
-        None if the sample is not enough, so the caller must use `decide` with every engine.
+        None if the sample is not enough. The caller must then call `decide` with every engine.
     """
     able = [e for e in sample if room_of(facts, e) >= facts.min_tokens]
     if not able:
@@ -135,7 +137,7 @@ def _ladder(facts: RequestFacts, able: Sequence[EngineView], policy: RoutingPoli
 
 @dataclass(slots=True)
 class _LadderRun:
-    """One attempt to place a request, in which the fallbacks of the policy are tried in order.
+    """One attempt to place a request, trying the policy's fallbacks in order.
 
     Only engines that could hold the request if they were empty are considered.
     """
@@ -147,7 +149,7 @@ class _LadderRun:
     home_reason: str
 
     def first_that_fits(self) -> NextStep:
-        """Run the request at home, or else use the first fallback that helps, or else refuse it."""
+        """Run the request at home if possible. Otherwise, use the first fallback that works."""
         if not any(e.standing is not EngineState.UNUSABLE for e in self.engines):
             return self._unavailable()
         if run := self.at_home():
@@ -169,7 +171,7 @@ class _LadderRun:
         return self._full(self.home, self.home_reason)
 
     def on_one_of_two(self) -> Run | None:
-        """Decide like `at_home`, but consider only the preferred engine and two that fit.
+        """Decide like `at_home`, but consider only the preferred engine and the first two that fit.
 
         The engines are in random order, so taking the first two that fit is a random draw.
         """
@@ -226,7 +228,7 @@ class _LadderRun:
         return ShrinkContext("KV_HEADROOM", target, fewest) if target >= fewest else None
 
     def _shrunk(self, pool: str) -> Run | None:
-        """Run with the longest output that fits the engine with the most free memory.
+        """Run on the engine with the most free memory, shrinking the output to fit.
 
         Return None if that output would be too short.
         """
@@ -241,7 +243,7 @@ class _LadderRun:
         return self._run(engine, output, "KV_HEADROOM")
 
     def _least_output(self, engine: EngineView) -> int:
-        """Return the minimum number of output tokens that shrinking must leave on this engine."""
+        """Return the minimum number of output tokens that must remain if the output is shrunk."""
         least = self.facts.min_tokens
         if self.policy.rungs.shrink_output.below_expected:
             return least
@@ -249,7 +251,7 @@ class _LadderRun:
         return max(least, min(engine.expected_output, most))
 
     def _wait(self) -> Wait | None:
-        """Wait at home, unless the queue is closed to the request or waiting would make it late."""
+        """Wait at home. Return None if the queue is closed or the request would be late."""
         if self.facts.queue is not QueueState.OPEN:
             return None
         recoverable = [e for e in self._pool(self.home) if e.standing is not EngineState.UNUSABLE]
@@ -376,7 +378,7 @@ class _LadderRun:
         return [e for e in self.engines if e.pool == pool and e.standing is usable]
 
     def _free(self, pool: str) -> list[EngineView]:
-        """Return engines that may run this request now and that no earlier request waits for."""
+        """Return engines that may run this request now and for which no earlier request waits."""
         if pool in self.facts.ahead:
             return []
         taken = self.facts.refused_by.union(self.facts.claimed)
@@ -394,8 +396,9 @@ class _LadderRun:
     def _open_to_backfill(self) -> list[EngineView]:
         """Return the home engines on which the request may start ahead of earlier requests.
 
-        The request must fit there now, and it must delay no one: it must end before the first
-        request in the pool's queue and the first request that waits for this engine could start.
+        The request must fit there now and must not delay any other request. It must therefore end
+        before the first request in the pool's queue, or the first request waiting for this engine,
+        could start.
         """
         facts = self.facts
         head_bytes = facts.passable.get(self.home)
@@ -417,7 +420,8 @@ class _LadderRun:
         """Return whether the request would end before the first queued request could start.
 
         Args:
-            head_bytes: bytes that the first queued request waits for, or None if none waits.
+            head_bytes: bytes that the first queued request is waiting for, or None if no
+                request is queued.
         """
         if head_bytes is None:
             return True
@@ -441,7 +445,7 @@ class _LadderRun:
         """Return the seconds until the request could run at home within its time limits.
 
         Args:
-            comes_back: whether the client is refused and retries at that time, rather than waits in
+            comes_back: whether the client is refused and retries at that time instead of waiting in
                 the queue.
             is_first: whether to ignore the requests that wait before this one.
         """

@@ -12,7 +12,7 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 
 KEPT_STEPS = 12
-"""Maximum length of a decision's trail. Steps in the middle of a longer trail are dropped."""
+"""Maximum number of steps in a decision's trail. If there are more, middle steps are dropped."""
 MIB = 1 << 20
 
 Outcome = Literal["served", "fallback", "escalated", "refused", "failed", "slow", "lost"]
@@ -21,7 +21,7 @@ Outcome = Literal["served", "fallback", "escalated", "refused", "failed", "slow"
 served     the client received this step's answer
 fallback   the client received this step's answer because the larger model's engines are busy
 escalated  the confidence in the first tokens was too low
-refused    the step's engines never accept such a request, or did not accept one at the time
+refused    the step's engines can never accept such a request, or could not at the time
 failed     the answer broke off before any of it was sent to the client
 slow       too few tokens arrived within the time allotted to the step
 lost       the step was started in parallel, and its answer was not needed
@@ -75,7 +75,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The state of a request's decision at one moment."""
+    """A snapshot of the router's decision about a request."""
 
     action: str = ""
     """The action: accept, shrink, queue, route4 or reject (empty until a decision is made)."""
@@ -86,7 +86,7 @@ class Decision(msgspec.Struct, frozen=True):
     reason: str = ""
     engine: str = ""
     side: str = ""
-    """The engine's side of a rollout: stable or canary (empty until an engine is chosen)."""
+    """The engine's role in a rollout: stable or canary (empty until an engine is chosen)."""
     revision: str = ""
     """Revision of the engine (empty if unknown)."""
     model: str = ""
@@ -103,7 +103,7 @@ class Decision(msgspec.Struct, frozen=True):
     queued_s: float = 0.0
     """Seconds that the request waited for memory."""
     attempts: tuple[Attempt, ...] = ()
-    """Steps of the cascade that were tried."""
+    """Cascade steps that were tried."""
     coalesced_with: str = ""
     """Id of the request that shares its generation with this one (empty if nothing is shared)."""
 
@@ -119,26 +119,26 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def explanation(self) -> dict[str, str]:
-        """The decision as error details show it (empty if there is no decision)."""
+        """The decision in the form that error details use (empty if there is no decision)."""
         if not self.action:
             return {}
         return {"action": self.action, "route": self.route, "trail": ", ".join(self.trail)}
 
     def next_trail(self, step: str, reason: str) -> tuple[str, ...]:
-        """Return the trail with one more step. A long trail keeps only its first and last steps."""
+        """Return the trail with a step appended, dropping middle steps if it becomes too long."""
         trail = (*self.trail, f"{step}={reason}")
         return trail if len(trail) <= KEPT_STEPS else (*trail[: KEPT_STEPS - 2], "...", trail[-1])
 
     def after(self, step: str, reason: str) -> "Decision":
-        """Return the decision after one more step."""
+        """Return the decision with a step appended to its trail."""
         return msgspec.structs.replace(self, trail=self.next_trail(step, reason))
 
     def lowered(self, changes: Iterable[str]) -> "Decision":
         """Return the decision after the engine has lowered the request's limits further.
 
         Args:
-            changes: for example `max_tokens=64`. A change replaces an earlier change of the same
-                name.
+            changes: lowered limits, such as `max_tokens=64`. Each replaces an earlier one of the
+                same name.
         """
         degraded = self.degraded
         for change in changes:

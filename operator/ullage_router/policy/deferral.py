@@ -1,8 +1,8 @@
 """Remembers refused requests until their Retry-After is over.
 
 All requests in a refused burst see the same forecast. If all clients retried as soon as the first
-request fits, most would be refused again. Clients refused earlier therefore count as ahead in line:
-each Retry-After also allows for the memory of all requests that were refused before.
+request fits, most would be refused again. Clients that were refused earlier therefore go first:
+each Retry-After accounts for the memory that all previously refused requests need.
 
 No memory is reserved. A request that arrives and fits runs immediately. A refused request that is
 not retried is forgotten when its Retry-After is over.
@@ -65,7 +65,7 @@ class DeferralBook:
             self._weights.clear()
 
     def ahead(self, pool: str, tenant: str, weight: float, priority: int) -> int:
-        """Return the bytes of all refused requests that come before a tenant's next one in a pool.
+        """Return the bytes of refused requests that go before a tenant's next request in a pool.
 
         Higher priorities come first. Within a priority, tenants take turns by their weights, as in
         the queue. Another tenant's bytes therefore count only up to the tenant's own refused bytes,
@@ -83,7 +83,7 @@ class DeferralBook:
         return ahead
 
     def returns(self, pool: str, now: float) -> Mapping[int, int]:
-        """Return the bytes of a pool's refused requests, by whole seconds until their retry."""
+        """Return the bytes of a pool's refused requests, keyed by whole seconds until the retry."""
         result: dict[int, int] = {}
         for second, sizes in self._due.items():
             after_s = math.floor(second - now)
@@ -93,7 +93,7 @@ class DeferralBook:
 
 
 class Deferrals(NamedTuple):
-    """The refused requests as seen by one request, looked up only if it is refused as well."""
+    """One request's view of the refused requests, consulted only if it is refused as well."""
 
     book: DeferralBook
     now: float = 0.0
@@ -106,7 +106,7 @@ class Deferrals(NamedTuple):
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:
-        """Return the bytes of a pool's refused requests, by whole seconds until their retry."""
+        """Return the bytes of a pool's refused requests, keyed by whole seconds until the retry."""
         return self.book.returns(pool, self.now)
 
 

@@ -15,13 +15,13 @@ from ullage_common.request_cost import Demand, MemoryProfile, most_tokens
 from ullage_router.policy.deferral import NOBODY, Deferrals
 
 WELL = 0.5
-"""Health at or above which an engine counts as healthy and is compared with others by load."""
+"""Minimum health of a healthy engine. Healthy engines are ranked by load, memory and health."""
 STEP_GROWTH = 1.5
 """Assumed slowdown of a step for each doubling of the batch beyond the measured batch sizes."""
 
 
 class Side(StrEnum):
-    """The side of a rollout: stable or canary."""
+    """An engine's role in a rollout: stable or canary."""
 
     STABLE = "stable"
     CANARY = "canary"
@@ -48,7 +48,7 @@ class QueueState(Enum):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """A release of memory that an engine predicts."""
+    """A release of KV memory that an engine predicts."""
 
     after_s: float
     """Seconds from now until the release."""
@@ -60,7 +60,7 @@ class EngineView(msgspec.Struct, frozen=True):
     """The state of one engine at one moment."""
 
     id: str
-    """The engine's key, which `engine_key` returns."""
+    """The engine's key, as returned by `engine_key`."""
     pool: str
     standing: EngineState
     available: int
@@ -88,7 +88,7 @@ class EngineView(msgspec.Struct, frozen=True):
     step_seconds: tuple[float, ...] = ()
     """Measured step times, in seconds, for 1, 2-3, 4-7, ... sequences (empty if unknown)."""
     step_limit_s: float = math.inf
-    """Longest step time, in seconds, at which the running requests would still finish in time."""
+    """Longest step, in seconds, with which all running requests would meet their deadlines."""
     max_sequences: int = 0
     """Maximum number of sequences in a step (0 if unknown)."""
     kind: tuple[int, ...] = ()
@@ -118,7 +118,7 @@ class EngineView(msgspec.Struct, frozen=True):
         return min(self.capacity, limit) if limit else self.capacity
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Return the prefill work queued ahead of a new prompt, in units of `balance.work`."""
+        """Return the prefill work queued ahead of a new prompt, in units of one query-key pair."""
         return self.prefill_pairs + mlp_products * self.backlog_tokens
 
     @property
@@ -127,7 +127,7 @@ class EngineView(msgspec.Struct, frozen=True):
         return self.backlog_tokens / self.prefill_speed if self.prefill_speed else 0.0
 
     def step_s(self, load: int) -> float:
-        """Return the predicted seconds of a step, or 0 if unknown.
+        """Return the predicted duration of a step in seconds (0 if unknown).
 
         How much one more sequence slows a step depends on the device, so measured times are used
         for the batch sizes that have been measured. For larger batches, each doubling is assumed to
@@ -150,7 +150,7 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class TimeLimits(msgspec.Struct, frozen=True):
-    """The time limits of a request, in seconds (infinite if there is no limit)."""
+    """A request's time limits, in seconds (infinite if there is no limit)."""
 
     ttft_s: float = math.inf
     """Objective for the time from the request's arrival to the first token."""
@@ -168,8 +168,8 @@ class RequestFacts(msgspec.Struct, frozen=True):
     """A request, and the requests that are queued ahead of it.
 
     The queue is described in two ways. `ahead`, `passable` and `waiting` cover all queued requests,
-    by pool. `claimed` covers, by engine, only the requests that can run on few engines, such as
-    requests for a rare adapter.
+    by pool. `claimed` covers, by engine, only requests that few engines can run, such as requests
+    for a rare adapter.
     """
 
     # The request
@@ -191,12 +191,12 @@ class RequestFacts(msgspec.Struct, frozen=True):
     # The queue
     queue: QueueState = QueueState.OPEN
     ahead: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Bytes that the requests ahead of this one wait for, by pool.
+    """Bytes that the requests ahead of this one are waiting for, by pool.
 
     Pools without waiting requests are absent.
     """
     passable: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Bytes that the first request in the queue waits for, by pool.
+    """Bytes that the first request in the queue is waiting for, by pool.
 
     Pools in which no request may overtake the first one are absent.
     """
@@ -205,7 +205,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
     claimed: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Bytes that the first request waiting for an engine needs, by the engine's key.
 
-    The value is 0 if no request may overtake the waiting one. Only engines are listed whose waiting
+    The value is 0 if no request may overtake that request. An engine is listed only if its waiting
     requests can run on few other engines.
     """
     waiting: Mapping[str, int] = msgspec.field(default_factory=dict)
@@ -218,13 +218,13 @@ class RequestFacts(msgspec.Struct, frozen=True):
     preferred: str = ""
     """Key of the engine with the longest cached prefix of the prompt (empty if unknown)."""
     draw: int = 0
-    """A random number, drawn by the caller, so that the same input gives the same decision."""
+    """A random number, drawn by the caller so that `decide` itself is deterministic."""
 
     # Memoised by `placement.py`, by kind of engine
     rooms: dict[tuple[int, ...], int] = msgspec.field(default_factory=dict)
-    """Number of output tokens that fit on an empty engine, by kind of engine."""
+    """Number of output tokens that fit on an empty engine, by `EngineView.kind`."""
     prices: dict[tuple[int, ...], Demand] = msgspec.field(default_factory=dict)
-    """Predicted bytes of the request, by kind of engine."""
+    """Predicted KV bytes of the request, by `EngineView.kind`."""
 
     def __post_init__(self) -> None:
         # `replace` would share these with a request of another size.
@@ -245,9 +245,9 @@ class RoutingPolicy(msgspec.Struct, frozen=True):
     """Fallbacks to try, in this order, if a request does not fit in its home pool."""
     rungs: RungsSection = msgspec.field(default_factory=RungsSection)
     max_extra_load: int = 8
-    """Number of extra requests that an engine may have and still be chosen for its cached prefix.
+    """Maximum number of extra requests on an engine that is chosen for its cached prefix.
 
-    Its load is compared with that of the engine that would be chosen otherwise.
+    The number is relative to the load of the engine that would be chosen otherwise.
     """
     prefill: PrefillSection = msgspec.field(default_factory=PrefillSection)
     large_pool: str = ""

@@ -8,10 +8,9 @@ Three rules apply, from the outermost to the innermost.
  * Fairness: within a priority, tenants share the served bytes in proportion to their weights, by
    start-time fair queueing (Goyal, Vin and Cheng, 1996). Each tenant has a tag, its virtual start
    time, which grows by cost / weight with each request served. The tenant with the smallest tag is
-   served next. A tenant that starts to wait begins at the tag served last.
- * Urgency: a tenant's own requests are ordered by deadline, but no deadline counts as later than
-   MAX_LEAD_S after arrival. A request can therefore overtake only requests that arrived at most
-   MAX_LEAD_S earlier.
+   served next. A tenant that joins the queue starts at the tag served last.
+ * Urgency: a tenant's own requests are ordered by deadline, capped at MAX_LEAD_S after arrival.
+   A request can therefore overtake only requests that arrived at most MAX_LEAD_S earlier.
 """
 
 import itertools
@@ -32,7 +31,7 @@ class FairEntry:
     """
 
     number: int
-    """Tie-breaker between equal entries. The entry with the smaller number arrived earlier."""
+    """Sequence number in order of arrival. Breaks ties between entries."""
     tenant: str
     weight: float
     """Weight of the request's tenant."""
@@ -42,7 +41,7 @@ class FairEntry:
     deadline: float
     """Time by which the first token must have arrived, in seconds."""
     size: int
-    """Bytes that the request waits for."""
+    """Bytes of KV memory that the request is waiting for."""
     cost: int
     """Bytes that the tenant is charged when the request is served."""
 
@@ -59,7 +58,7 @@ class _Flow:
     tag: float
     """Virtual start time of the tenant's next request."""
     number: int
-    """Number of the request with which the tenant last joined the queue. Breaks ties of tags."""
+    """Number of the request with which the tenant last joined. Breaks ties between equal tags."""
     entries: "SortedList[tuple[float, int, FairEntry]]" = field(default_factory=SortedList)
     """A (due, number, entry) tuple for each request."""
 
@@ -75,14 +74,14 @@ class _Level:
 
     def __init__(self) -> None:
         self.size = 0
-        """Bytes that the level's requests wait for."""
+        """Total bytes that this level's requests are waiting for."""
         self._now = 0.0
         """Virtual time: the tag of the tenant that was served last."""
         self._flows: dict[str, _Flow] = {}
         self._order: SortedList[tuple[float, int, str]] = SortedList()
         """A (tag, number, tenant) tuple for each tenant with waiting requests."""
         self._idle: SortedList[tuple[float, str]] = SortedList()
-        """A (tag, tenant) tuple for each tenant that is ahead of its share and has no requests."""
+        """A (tag, tenant) tuple for each tenant without requests that got more than its share."""
 
     @property
     def is_empty(self) -> bool:
@@ -132,9 +131,10 @@ class _Level:
             del self._flows[self._idle.pop(0)[1]]
 
     def _rest(self, tenant: str, flow: _Flow) -> None:
-        """Remove a tenant without requests, unless its tag must be kept until others catch up.
+        """Forget a tenant that has no more requests, unless it got more than its share.
 
-        A tenant that got more than its share would otherwise start again with a smaller tag.
+        In that case, its tag is kept until others catch up. Otherwise, the tenant could rejoin
+        with a smaller tag.
         """
         if flow.tag > self._now:
             self._idle.add((flow.tag, tenant))
@@ -168,7 +168,7 @@ class FairQueue:
     """The waiting requests of a pool, in the order in which they are served.
 
     Args:
-        aging_s: seconds of waiting that are worth one level of priority.
+        aging_s: seconds of waiting that make up for one level of priority.
     """
 
     def __init__(self, aging_s: float) -> None:
@@ -209,7 +209,7 @@ class FairQueue:
         self.remove(entry)
 
     def size_from(self, priority: int) -> int:
-        """Return the bytes that requests with at least this priority wait for."""
+        """Return the total bytes that requests of at least this priority are waiting for."""
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
     def claim(self, entry: FairEntry) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""Predicts when an engine would produce a request's first and last token, and if that is in time.
+"""Predicts whether an engine would produce a request's first and last token in time.
 
 In time means within the service's objectives (TTFT and end to end) and the request's own limits.
 Engines report their backlog of prompt tokens, their prefill speed, and their step times by batch
@@ -35,7 +35,7 @@ The slowdown is relative to the time on an idle engine.
 UNMEASURED_LOAD = 4
 """Maximum number of concurrent requests on an engine that has not measured a step yet."""
 PROBED_RELEASES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""After how many memory releases `turn_s` checks whether a request could run."""
+"""Numbers of memory releases after which `turn_s` checks whether a request could run."""
 PROBED_ENGINES = 4
 """Number of least loaded engines that `turn_s` checks."""
 
@@ -75,7 +75,7 @@ def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits)
 
 
 def end_s(engine: EngineView, prompt: int, output: int) -> float:
-    """Return the seconds until the end of a request that is sent to the engine now.
+    """Return the seconds until a request that is sent to the engine now would finish.
 
     Returns:
         Infinity if the engine's batch is full or the engine's speed is not measured yet.
@@ -88,7 +88,7 @@ def end_s(engine: EngineView, prompt: int, output: int) -> float:
 
 
 def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the longest step time, in seconds, at which a request sent now finishes in time."""
+    """Return the longest step, in seconds, with which a request sent now meets its deadline."""
     if limits.e2e_s == math.inf:
         return math.inf
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
@@ -119,8 +119,8 @@ def turn_s(
         prompt: number of prompt tokens.
         output: expected number of output tokens.
         needed: bytes that the request needs.
-        ahead: bytes and number of the requests that wait for these engines ahead of this one.
-        comes_back: whether the client is refused and retries at that time, rather than waits in the
+        ahead: total bytes and number of the requests queued for these engines ahead of this one.
+        comes_back: whether the client is refused and retries at that time instead of waiting in the
             queue.
 
     Returns:
@@ -145,11 +145,11 @@ def turn_s(
 def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:
     """Yield future times at which the engine could take the request, with its load at each time.
 
-    At these times, the engine has the bytes and a free place in its batch. Each item is a pair of
-    seconds from now and the load, which includes the request. Releases are probed in growing
-    strides, so that a long list of them costs little. The last probe is at the end of the known
-    releases, or later if more releases are needed than are known. In that case, requests are
-    assumed to keep ending at the same rate.
+    At these times, the engine has enough memory and a free place in its batch. Each item is a pair:
+    seconds from now, and the load including this request. Releases are probed in growing strides,
+    so that a long list of them costs little. The last probe is at the end of the known releases, or
+    later if more releases are needed than are known. In that case, requests are assumed to keep
+    ending at the same rate.
     """
     releases = engine.releases
     available = engine.available
@@ -180,7 +180,7 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
 
 
 def _has_place(engine: EngineView, load: int) -> bool:
-    """Return whether the load fits in a batch and keeps steps fast enough for other requests."""
+    """Return whether the load fits in a batch and keeps steps fast enough for all requests."""
     is_full = bool(engine.max_sequences) and load > engine.max_sequences
     return not is_full and engine.step_s(load) <= engine.step_limit_s
 
@@ -217,7 +217,7 @@ def _slack_s(
 
 
 def _allowed_s(objective_s: float, lone_s: float) -> float:
-    """Return how many seconds of an objective a prediction may use.
+    """Return how much of a time objective a predicted time may use up, in seconds.
 
     Args:
         lone_s: seconds that the request takes on an idle engine.

@@ -25,7 +25,7 @@ class Run(msgspec.Struct, frozen=True):
     step: Step
     """What made the request fit: enough memory at home, a shorter output, or another pool."""
     step_limit_s: float = math.inf
-    """Longest step time, in seconds, at which the request finishes in time on this engine."""
+    """Longest step, in seconds, with which the request meets its deadline on this engine."""
     choices: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Bytes that the request needs on each engine that may serve it instead, by engine key.
 
@@ -36,8 +36,8 @@ class Run(msgspec.Struct, frozen=True):
 class ShrinkContext(msgspec.Struct, frozen=True):
     """Drop turns until the prompt has at most `prompt_tokens` tokens, then decide again.
 
-    If the reason is CONTEXT_TOO_LONG, dropping turns helps even if the prompt stays longer than
-    that.
+    If the reason is CONTEXT_TOO_LONG, dropping turns helps even if the prompt remains longer
+    than that.
     """
 
     reason: str

@@ -28,7 +28,7 @@ def home_of(
 
 
 def is_large(facts: RequestFacts, engine: EngineView, policy: RoutingPolicy) -> bool:
-    """Return whether the request is large by its prompt tokens, or by its bytes on this engine."""
+    """Return whether its prompt tokens or its KV bytes on this engine make the request large."""
     return (
         facts.prompt_tokens > policy.large_request_tokens
         or demand_on(facts, engine).kv_bytes > policy.large_request_kv
@@ -45,7 +45,7 @@ def room_of(facts: RequestFacts, engine: EngineView) -> int:
 
 
 def demand_on(facts: RequestFacts, engine: EngineView) -> Demand:
-    """Return the request's predicted bytes on this engine, computed once per kind of engine."""
+    """Return the request's predicted bytes on this engine, cached per kind of engine."""
     demand = facts.prices.get(engine.kind)
     if demand is None:
         max_tokens = min(facts.max_tokens, max(1, room_of(facts, engine)))

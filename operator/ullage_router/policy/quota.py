@@ -1,4 +1,4 @@
-"""The quota of a tenant as a pure state machine, whose methods return the next state.
+"""A tenant's quota as a pure state machine, whose methods return the next state.
 
 A limit of N per minute is a token bucket (https://en.wikipedia.org/wiki/Token_bucket) that holds N
 and refills at N / 60 per second. So at most N * (1 + t / 60) requests or tokens pass in any t
@@ -74,7 +74,7 @@ class Shortage(msgspec.Struct, frozen=True):
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """A tenant's limits, and what is left of each limit. None means that there is no limit."""
+    """A tenant's limits, and what is left of each. None means that there is no limit."""
 
     requests: TokenBucket | None = None
     """Bucket that limits the requests per minute."""
@@ -110,7 +110,7 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(entered, requests=self.requests.take(count, now))
 
     def enter_paid(self, count: int = 1) -> "Quota | Shortage":
-        """Admit requests without charging them to the rate limit. Call `leave` for each of them."""
+        """Admit requests without counting them against the rate limit. Call `leave` for each."""
         if self.concurrency is not None and self.active + count > self.concurrency:
             return Shortage("concurrency", self.concurrency, None)
         return replace(self, active=self.active + count)
@@ -131,10 +131,10 @@ class Quota(msgspec.Struct, frozen=True):
         return self.count(-count, now)
 
     def count(self, count: int, now: float) -> "Quota":
-        """Charge requests to the rate limit, even if that exceeds it."""
+        """Count requests against the rate limit, even if that exceeds it."""
         return replace(self, requests=self.requests and self.requests.take(count, now))
 
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":
-        """Release ended requests, and correct their charge to the tokens actually used."""
+        """Release ended requests, and adjust their charge to the tokens actually used."""
         tokens = self.tokens and self.tokens.take(used - charged, now)
         return Quota(self.requests, tokens, self.concurrency, self.active - count)

@@ -38,7 +38,7 @@ def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | No
     Args:
         engines: engines of one pool, at least one.
         needed: bytes that the request needs.
-        ahead: bytes that earlier requests wait for.
+        ahead: bytes that earlier requests are waiting for.
 
     Returns:
         None if no release is known.
@@ -51,7 +51,7 @@ def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | No
 
 
 def _alone_s(engine: EngineView, needed: int) -> float:
-    """Return the seconds until one engine has the bytes and has prefilled its queued prompts."""
+    """Return the seconds until one engine has enough memory and its prefill backlog is done."""
     return max(release_s(engine.available, engine.releases, needed), engine.backlog_s)
 
 
@@ -77,7 +77,7 @@ def release_s(available: int, releases: Iterable[Release], needed: int) -> float
 
 
 def drain_s(engines: Sequence[EngineView], size: int) -> float:
-    """Return the seconds that engines take to release this many bytes (0 if unknown)."""
+    """Return how many seconds the engines take to release this many bytes (0 if unknown)."""
     rate = sum(map(_release_rate, engines))
     return size / rate if rate else 0.0
 
@@ -140,7 +140,7 @@ def earliest_s(available: int, releases: Iterable[Release], needed: int) -> floa
 
 
 class RetryBudget:
-    """The token bucket that bounds the router's retries.
+    """The token bucket that caps the router's retries.
 
     Times are in seconds, from any monotonic clock.
     """

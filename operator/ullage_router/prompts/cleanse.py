@@ -1,8 +1,8 @@
 """Shortens a text without changing its meaning.
 
 Invisible characters and superfluous whitespace are removed, and HTML is converted to Markdown.
-JSON and code are not changed. The search for code ignores invisible characters. Otherwise, removing
-them could uncover code whose whitespace was already changed. Cleansing is therefore idempotent.
+JSON and code are left alone. The search for code ignores invisible characters. Otherwise, removing
+them could reveal code whose whitespace was already changed. Cleansing is therefore idempotent.
 Every step takes linear time.
 """
 
@@ -48,7 +48,7 @@ _BLANK_LINES = re.compile("\n{3,}+")
 # Placeholder of code. A lone surrogate has no UTF-8, so no request can contain it.
 _CODE = "\ud800"
 MAX_MARKS = 200_000
-"""Maximum number of line breaks and backticks, or of runs of invisible characters.
+"""Maximum number of line breaks and backticks in a text, and of runs of invisible characters.
 
 A text that exceeds either limit is not changed.
 """
@@ -71,7 +71,7 @@ def cleanse_turns(turns: Sequence[Turn], rules: CleanseSection) -> tuple[list[Tu
 
 
 def cleanse(text: str, rules: CleanseSection) -> str:
-    """Cleanse the text according to the rules. Cleansing the result again changes nothing."""
+    """Cleanse the text according to the rules. This function is idempotent."""
     if not rules.is_any or _is_json(text):
         return text
     if rules.html and looks_like_html(text):
@@ -124,7 +124,7 @@ def _num_marks(text: str) -> int:
 
 
 def _hidden(text: str) -> list[Span]:
-    """Return the spans of invisible characters, in order."""
+    """Return the spans of invisible characters that may be removed, in order."""
     spans: list[Span] = []
     for match in _HIDDEN.finditer(text):
         start, end = match.span()
@@ -138,7 +138,7 @@ def _hidden(text: str) -> list[Span]:
 
 
 def _without(text: str, start: int, end: int, hidden: Sequence[Span]) -> str:
-    """Return the text between `start` and `end` without its invisible characters."""
+    """Return the text between `start` and `end` without the spans in `hidden`."""
     pieces = []
     at = start
     for i in range(bisect.bisect_left(hidden, (start, 0)), len(hidden)):

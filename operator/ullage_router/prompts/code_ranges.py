@@ -22,7 +22,7 @@ def find_code(text: str, line_break: re.Pattern[str]) -> list[Range]:
     """Return the ranges [start, end) of code, in order, without the line breaks around them.
 
     Args:
-        line_break: matches the end of a line.
+        line_break: pattern that matches a line break.
     """
     ranges: list[Range] = []
     at = 0
@@ -35,7 +35,7 @@ def find_code(text: str, line_break: re.Pattern[str]) -> list[Range]:
 
 
 def _lines(text: str, line_break: re.Pattern[str]) -> Iterator[Range]:
-    """Yield the ranges of the lines, without the line breaks."""
+    """Yield each line's range, excluding its line break."""
     at = 0
     for match in line_break.finditer(text):
         yield at, match.start()
@@ -77,7 +77,7 @@ def _closes(line: str, fence: str) -> bool:
 
 
 def _inline(text: str, start: int, end: int) -> Iterator[Range]:
-    """Yield the spans of inline code, between backtick runs of equal length in one paragraph."""
+    """Yield the ranges of inline code, which is enclosed by equally long backtick runs."""
     runs, by_kind = _runs(text, start, end)
     i = 0
     while i < len(runs):
@@ -96,7 +96,7 @@ def _inline(text: str, start: int, end: int) -> Iterator[Range]:
 def _runs(
     text: str, start: int, end: int
 ) -> tuple[list[tuple[int, int, int]], dict[tuple[int, int], list[int]]]:
-    """Find all backtick runs, and index them by paragraph and length.
+    """Find all runs of backticks, and index them by paragraph and length.
 
     Returns:
         A (start, length, paragraph) tuple for each run, and the positions of the runs in this list

@@ -35,7 +35,7 @@ _WORD = re.compile(r"\w++")
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A sentence that may become part of the summary."""
+    """A sentence that is a candidate for the summary."""
 
     turn: int
     text: str
@@ -57,7 +57,7 @@ def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
 
 
 def extract(turns: Sequence[Turn], fact_share: float) -> str:
-    """Return the shortest extract that keeps the fraction `fact_share` of facts (empty if none)."""
+    """Return the shortest extract that keeps at least `fact_share` of the facts (empty if none)."""
     facts = key_facts(as_text(turns))
     size = num_characters(turns)
     for length in LENGTHS:
@@ -96,7 +96,7 @@ def _prose(text: str) -> Iterator[str]:
 
 
 def _words(text: str) -> Iterator[str]:
-    """Yield a text's numbers, and words that are long enough to be meaningful in any language."""
+    """Yield a text's numbers and any words long enough to be meaningful, whatever the language."""
     return (word for word in _WORD.findall(text.lower()) if len(word) > 3 or word.isdigit())
 
 

@@ -1,7 +1,7 @@
 """Converts HTML documents to Markdown.
 
 The scanner takes linear time because it never backtracks. Python's own parser takes cubic time on
-unfinished tags. With 50,000 nested elements, html-to-markdown 3 loses text without an error, and
+unfinished tags. With 50,000 nested elements, html-to-markdown 3 silently loses text, and
 markdownify 1 raises RecursionError.
 """
 
@@ -60,7 +60,7 @@ def to_text(text: str) -> str:
 
 
 def _markup(page: "_Page", text: str, start: int) -> int:
-    """Process the markup that begins with < at `start`, and return the index of its end."""
+    """Process the markup that begins with the `<` at `start`, and return the index of its end."""
     for opening, closing in (("<!--", "-->"), ("<!", ">"), ("<?", ">")):
         if text.startswith(opening, start):
             end = text.find(closing, start + len(opening))
@@ -168,7 +168,7 @@ class _Page:
 
 
 def _unescape(text: str) -> str:
-    """Replace character references such as `&amp;`, unless one of them has too many digits."""
+    """Replace character references such as `&amp;`. If any has too many digits, change nothing."""
     try:
         return html.unescape(text)
     except ValueError:  # of int(), which refuses more than a few thousand digits

@@ -51,7 +51,7 @@ def share_kept(facts: frozenset[str], text: str) -> float:
 
 
 def _has(text: str, fact: str) -> bool:
-    """Return whether the fact occurs as a whole word, not only inside other words or numbers.
+    """Return whether the fact occurs in the text on its own, not just within a word or number.
 
     Only the first MAX_PLACES occurrences are checked.
     """
@@ -74,5 +74,5 @@ def _begins_sentence(text: str, start: int) -> bool:
 
 
 def _is_surely_name(fact: str) -> bool:
-    """Return whether a fact is several capitalised words, or is all capitals like NASA or B2B."""
+    """Return whether a fact is clearly a name: several capitalised words, or capitals like NASA."""
     return " " in fact or "-" in fact or (len(fact) > 1 and fact.isupper())

@@ -4,7 +4,7 @@ Rendering takes up to ten times the conversation's memory. Counting the tokens o
 would be wrong, because a template may omit reasoning, old turns, or text next to tool calls. The
 template therefore first renders an outline: the conversation with a short placeholder for each long
 stretch of text. If a placeholder appears unchanged in the result, the template would have written
-the whole stretch, so the tokens of the stretch count.
+the whole stretch, so the tokens of that stretch are counted.
 """
 
 import json
@@ -24,9 +24,9 @@ LARGEST = 64 << 10
 EDGE = 16
 """Number of original characters that are kept before and after a placeholder."""
 SAMPLE = 'Ab "\\<&>\n \u00e9'
-"""Part of every placeholder, to detect whether the template changes text.
+"""Part of every placeholder, which reveals whether the template alters text.
 
-Filters for letters, JSON, HTML or whitespace would change this sample.
+Filters that change case, escape JSON or HTML, or trim whitespace would alter this sample.
 """
 TEXTS = ("content", "reasoning_content", "thinking")
 """Fields of a turn that may be long and that no other turn refers to."""
@@ -53,7 +53,7 @@ class Stretch:
 
     @property
     def content(self) -> str:
-        """The stretch as the template writes it."""
+        """The text of the stretch as the template writes it."""
         content = self.text[self.start : self.end].strip()
         return _as_json(content) if self.is_json else content
 
@@ -68,14 +68,14 @@ def _as_json(text: str) -> str:
 
 
 class _TooLarge(Exception):
-    """The outline is not much shorter than the conversation."""
+    """The outline would not be much shorter than the conversation."""
 
 
 class Outline:
     """A conversation with placeholders for its long stretches of text.
 
     Args:
-        model: the model. If its chat template searches for certain words, they are kept.
+        model: the model. Words for which its chat template searches are kept in the outline.
         most: maximum number of characters of the outline.
     """
 
@@ -98,7 +98,7 @@ class Outline:
         return [self._turn(turn, place) for place, turn in enumerate(turns)]
 
     def written(self, prompt: str) -> Iterator[Stretch]:
-        """Yield the stretches whose placeholders are unchanged in a rendered outline, once each."""
+        """Yield each stretch whose placeholder is unchanged in the rendered outline, only once."""
         places = set[int]()
         for match in re.finditer(f"Pq{self._nonce}n(\\d+)z", prompt):
             place = int(match[1])
@@ -164,7 +164,7 @@ class Outline:
 def written(
     model: Model, turns: Sequence[Turn], use: ToolUse, arguments: Mapping[str, Any], size: int
 ) -> list[Stretch]:
-    """Return long stretches of text that the template is certain to write, though maybe not all.
+    """Return long stretches of text that the template is certain to write. Some may be missing.
 
     Args:
         size: number of characters of the conversation.
@@ -181,7 +181,7 @@ def written(
 
 
 def are_more(model: Model, texts: Iterable[str], most: int) -> bool:
-    """Return whether the texts together are certain to have more than `most` tokens.
+    """Return whether the texts certainly have more than `most` tokens in total.
 
     Raises:
         PromptError: one of the texts cannot be tokenised.

@@ -34,16 +34,16 @@ CHARACTER_BYTES = 8
 MAX_CHARACTERS_PER_TOKEN = 64
 """Maximum input characters per token of context length. Typical text has a sixteenth of this."""
 MAX_CONTEXTS = 16
-"""Maximum length of a conversation from which turns may be dropped, in context lengths."""
+"""Maximum length of conversations whose turns may be dropped, in multiples of the context."""
 COUNTED_CONTEXTS = 4
 """Multiple of the context length up to which an overlong text's tokens are counted.
 
 The error message states the count.
 """
 USUAL_CHARACTERS_PER_TOKEN = 8
-"""Input characters per token of context length above which tokens are counted before rendering.
+"""Conversations with more characters per token of context are measured before rendering.
 
-This is twice the usual number.
+This is twice the usual number of characters per token.
 """
 
 
@@ -88,8 +88,8 @@ class PromptBuilder:
         engines: provide the maximum context length.
         threads: threads that tokenise long texts.
         intake: thread that reads conversations with many or long turns.
-        is_cascade: whether other models may answer, too. Each model then uses only the template
-            arguments that it supports.
+        is_cascade: whether other models may answer, too. Each model then ignores template arguments
+            that it does not support.
         drops_turns: whether turns of conversations that are too long may be dropped.
     """
 
@@ -262,7 +262,7 @@ class PromptBuilder:
     def _check_whole(self, size: int, field: str = "messages") -> None:
         """Refuse an input that is many times the context length and would take long to tokenise.
 
-        Each turn counts as TURN_CHARACTERS extra characters, since many turns take long to shorten.
+        Each turn counts as TURN_CHARACTERS extra characters, since shortening many turns is slow.
         """
         most = self._engines.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if size > most:

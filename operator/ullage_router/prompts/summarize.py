@@ -41,7 +41,7 @@ class SummarizedHistory:
 
 
 def oldest(turns: Sequence[Turn], share: float, keep: int) -> list[int]:
-    """Return the indices of the oldest turns to summarise, about `share` (a fraction) of all turns.
+    """Return the indices of the oldest turns, about a fraction `share` of all, to summarise.
 
     The turn that follows is a user turn, so that calls stay with their results and roles alternate.
     """

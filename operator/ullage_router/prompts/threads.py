@@ -18,11 +18,11 @@ from typing import Any, TypeVar, cast
 from ullage_router.errors import texts_full
 
 INLINE_CHARACTERS = 4096
-"""Maximum characters of a text that is processed on the event loop, in about a millisecond."""
+"""Maximum characters of a text processed on the event loop, which takes about a millisecond."""
 LONG_CHARACTERS = 256 << 10
 """Minimum characters of a text that counts as long. Processing it may take a second."""
 MAX_WAITING_CHARACTERS = 64 << 20
-"""Maximum total characters in waiting texts. A single tenant may have half of this."""
+"""Maximum total characters of waiting texts. A single tenant may use half of this."""
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 @dataclass(order=True, slots=True)
 class _Job:
     start: float
-    """Virtual time at which the job starts, in characters processed for each tenant."""
+    """The job's virtual start time, in characters processed per tenant."""
     number: int
     size: int = field(compare=False)
     tenant: str = field(compare=False)
@@ -45,9 +45,9 @@ class TokenizerThreads:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._short: list[_Job] = []
-        """Heap of jobs with short texts, including some that are no longer waiting."""
+        """Heap of jobs with short texts, some of which may no longer be waiting."""
         self._long: list[_Job] = []
-        """Heap of jobs with long texts, including some that are no longer waiting."""
+        """Heap of jobs with long texts, some of which may no longer be waiting."""
         self._numbers = itertools.count()
 
         self._sizes = Counter[str]()
@@ -66,7 +66,7 @@ class TokenizerThreads:
 
     @property
     def waiting_characters(self) -> int:
-        """Total characters of the texts that wait for a thread."""
+        """Total characters of the texts that are waiting for a thread."""
         return self._total_size
 
     async def run(self, num_characters: int, work: Callable[[], T], tenant: str = "") -> T:
@@ -74,7 +74,7 @@ class TokenizerThreads:
 
         Args:
             num_characters: approximate number of characters that the work processes.
-            tenant: the tenant to whose share the work is charged.
+            tenant: the tenant to which the work is charged.
 
         Raises:
             ServiceError: too many texts are waiting.
@@ -141,7 +141,7 @@ class TokenizerThreads:
                 del self._ends[tenant]
 
     def _next_job(self) -> _Job | None:
-        """Return the next job. A long job is returned only if no other long job is running."""
+        """Pop the next job, or return None. Long jobs are skipped while another one is running."""
         heaps = [self._short] if self._is_long_running else [self._short, self._long]
         for heap in heaps:
             while heap and not heap[0].is_waiting:
@@ -161,7 +161,7 @@ class TokenizerThreads:
 
 
 def _do_nothing() -> None:
-    """Do nothing. A job that left the queue gets this as its work, so that its text is freed."""
+    """Do nothing. This replaces the work of a job that left the queue, to free its text."""
 
 
 def _copy(done: "asyncio.Future[Any]", waiting: "asyncio.Future[Any]") -> None:

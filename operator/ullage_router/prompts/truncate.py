@@ -74,7 +74,7 @@ def _fewest_dropped(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int,
 ) -> tuple[int, list[Turn]]:
-    """Find the fewest turns to drop, by bisection, because dropping more shortens the prompt."""
+    """Bisect for the fewest turns to drop, since dropping more turns shortens the prompt."""
     places = droppable(turns, keep)
     cuts = _cuts(turns, places)
     low = 0

@@ -1,4 +1,4 @@
-"""Serve the console's page and its events.
+"""Serves the console's page and its events.
 
 /console               the page, with console.css and console.js below it
 /console/events        server-sent events:
@@ -35,9 +35,9 @@ CHAT = "/v1/chat/completions"
 STATE_EVERY_S = 1.0
 FLUSH_EVERY_S = 0.2
 MAX_PENDING = 256
-"""Maximum number of records that wait for one reader.
+"""Maximum number of request records buffered for one reader of the events.
 
-Beyond that, the oldest records are skipped and counted.
+If there are more, the oldest records are skipped and counted.
 """
 MAX_READERS = 16
 """Maximum number of concurrent readers of the console's events."""
@@ -64,7 +64,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class RecordBuffer:
-    """A bounded buffer of the records that have not been sent to a particular reader yet."""
+    """A bounded buffer of request records that have yet to be sent to a particular reader."""
 
     def __init__(self, latest: Sequence[RequestRecord]) -> None:
         self._pending = deque(latest, MAX_PENDING)
@@ -216,7 +216,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
 
     async def send(self, app: Endpoint, prefix: str, authorization: str) -> None:
-        """Send the requests as an HTTP server would, and wait until all have been answered."""
+        """Pass the requests to the app as an HTTP server would, and wait until all are answered."""
         serve = asgi(app, HTTPLimits())
 
         async def send_one(index: int) -> None:
@@ -246,7 +246,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def _discard(message: Message) -> None:
-    """Ignore part of a reply that no client reads."""
+    """Discard a part of a reply, because no client reads it."""
 
 
 def _event(name: bytes, data: dict[str, object]) -> bytes:

@@ -78,14 +78,14 @@ class AnswerToolCall(Answer, frozen=True, kw_only=True):
 
 
 class FunctionPiece(Answer, frozen=True, kw_only=True):
-    """A part of a streamed function call. Only the first part has the name."""
+    """A fragment of a streamed function call. Only the first fragment has the name."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallPiece(Answer, frozen=True, kw_only=True):
-    """A part of a streamed tool call. Only the first part has the id and the type."""
+    """A fragment of a streamed tool call. Only the first fragment has the id and the type."""
 
     index: int
     function: FunctionPiece
@@ -150,7 +150,7 @@ class Completion(Answer, frozen=True, kw_only=True):
 
 
 class Delta(Answer, frozen=True, kw_only=True):
-    """A part of the assistant's streamed message."""
+    """A fragment of the assistant's streamed message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -159,7 +159,7 @@ class Delta(Answer, frozen=True, kw_only=True):
 
 
 class ChunkChoice(Answer, frozen=True, kw_only=True):
-    """A part of one streamed answer. The last part has the finish reason and the stop reason."""
+    """A fragment of one streamed answer. The last one has the finish reason and the stop reason."""
 
     index: int
     finish_reason: FinishReason | None
@@ -168,14 +168,14 @@ class ChunkChoice(Answer, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(ChunkChoice, frozen=True, kw_only=True):
-    """A part of one streamed answer to a chat request."""
+    """A fragment of one streamed answer to a chat request."""
 
     delta: Delta
     logprobs: ChatLogprobs | None
 
 
 class CompletionChunkChoice(ChunkChoice, frozen=True, kw_only=True):
-    """A part of one streamed answer to a completion request."""
+    """A fragment of one streamed answer to a completion request."""
 
     text: str
     logprobs: CompletionLogprobs | None

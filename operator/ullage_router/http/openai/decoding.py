@@ -38,13 +38,13 @@ _AT = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$",
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _HALF_PAIR_BYTES = 11
-"""Number of bytes at the end of a body to search for an escaped half of a surrogate pair.
+"""Number of bytes at the end of a body in which to look for half an escaped surrogate pair.
 
 If a body ends too soon after such a half, msgspec reports truncated JSON. The escaped half takes
 six bytes, and the rest of the pair at most five.
 """
 _HALF_PAIR_ERRORS = ("surrogate pair", "unexpected end of hex escape")
-"""Substrings of msgspec's errors about half a surrogate pair. The second is for skipped fields."""
+"""Substrings of msgspec's errors about half a surrogate pair. Skipped fields cause the second."""
 _TOKENS = msgspec.json.Decoder(list[Token])
 
 
@@ -214,7 +214,7 @@ def _short(value: object) -> str:
 
 
 def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
-    """Decode a long JSON list of token ids, or a list of such lists, at four bytes per id.
+    """Decode a long JSON list of token ids, or a list of such lists, using four bytes per id.
 
     Returns:
         One array for a list of token ids, or several arrays for a list of lists. None if the JSON

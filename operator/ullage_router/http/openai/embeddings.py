@@ -145,14 +145,14 @@ class _Run:
     Args:
         service: Serves requests.
         name: The request id. A number is appended to it for each input except the first.
-        tenant: The tenant's session. Each input gets its own session.
+        tenant: The tenant's session, from which a separate session is created for each input.
         trace: The trace context.
         asked: The requests, one for each input.
         room: Memory budget for the embeddings of all bodies.
         end_turn: Ends the body's turn. Called when an input waits for anything outside this router.
 
     Attributes:
-        record: The record of the first input. The response headers have its decision.
+        record: The record of the first input. The response headers show its decision.
     """
 
     def __init__(
@@ -181,10 +181,10 @@ class _Run:
         self._asked = asked
         self._deadline = time.monotonic() + self._limits.total_timeout
         self._waiting = deque(range(len(asked)))
-        """Indices of the inputs that still wait to be served."""
+        """Indices of the inputs that have yet to be served."""
         self._num_running = 0
         self._failure: ServiceError | None = None
-        """The error with which all inputs fail, or None."""
+        """The error that makes all inputs fail, or None."""
         self._vectors = [b""] * len(asked)
         """Embeddings as little-endian float32, by index. Empty until computed."""
         self._num_tokens = 0

@@ -146,7 +146,7 @@ class Writer:
         await self._reply.end()
 
     def wait_for_stream(self) -> None:
-        """Send a comment after each long silence, so that load balancers keep the connection.
+        """Send a comment after each long silence, so that load balancers keep the connection open.
 
         The first comment starts the stream if it has not started yet.
         """
@@ -296,7 +296,7 @@ class GenerateEndpoint:
 
 
 def as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
-    """Return the error to send to the client. Log the original error if the router is at fault."""
+    """Return the error to send to the client, and log the original if the router is at fault."""
     if isinstance(error, ServiceError):
         return error
     log.error("request failed", exc_info=error, extra={"request_id": record.request_id})

@@ -47,7 +47,7 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
         error: The error.
         input_field: The endpoint's name for the prompt.
         is_event: Whether the error ends a stream, whose headers are already sent. The envelope then
-            also has `retry_after`, the number of seconds that a Retry-After header would have.
+            also has `retry_after`, in seconds, which replaces the Retry-After header.
     """
     field = error.metadata.get("field")
     message = error.message
@@ -85,7 +85,7 @@ def error_headers(error: ServiceError) -> Headers:
 def resumed_headers(finished: inference_pb2.Finished) -> Headers:
     """Return headers that name the engines that resumed an interrupted answer.
 
-    The headers also tell whether those engines compute differently from the original engine.
+    The headers also indicate whether those engines' results may differ from the original's.
     """
     headers = []
     if finished.resumed_on:

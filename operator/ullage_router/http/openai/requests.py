@@ -161,7 +161,7 @@ def _is_token(key: str) -> bool:
 
 
 def _samples(common: Common) -> inference_pb2.Samples | None:
-    """Return how many answers or which beam search is requested, or None for a single answer.
+    """Return the requested number of answers or beam search, or None for a single answer.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.

@@ -47,7 +47,7 @@ class ResponseOptions(msgspec.Struct, frozen=True):
     logprobs: bool
     token_ids: bool
     usage: bool
-    """Whether the stream ends with a usage chunk. Whole responses always have the usage."""
+    """Whether the stream ends with a usage chunk. Complete responses always include the usage."""
     n: int
     """Number of choices in the response."""
     tools: bool = False
@@ -58,7 +58,7 @@ class ResponseOptions(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Collected:
-    """The deltas of one choice, collected for a whole response."""
+    """The deltas of one choice, collected for a complete response."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Collected:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallPiece] = field(default_factory=list)
     end: SampleFinished | None = None
-    """The event that ended this choice, or None if it ended together with the whole response."""
+    """The event that ended this choice, or None if it ended together with the response."""
 
     def add(self, delta: Delta) -> None:
         """Append a delta to the choice."""
@@ -91,19 +91,19 @@ class Format(Protocol):
     """The format of one endpoint's response bodies."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
-        """Return the chunks that come before the first text."""
+        """Return the chunks that precede the first text."""
 
     def piece(self, delta: Delta) -> list[JSON]:
         """Return the chunk for a delta, or nothing for an empty delta."""
 
     def ended(self, end: SampleFinished) -> list[JSON]:
-        """Return the last chunk of a choice that ends before the whole response."""
+        """Return the final chunk of a choice that ends before the response does."""
 
     def closing(self, finished: Finished) -> list[JSON]:
         """Return the final chunks: one for each choice that has not ended, and the usage chunk."""
 
     def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
-        """Return the body of a whole response."""
+        """Return the body of a complete response."""
 
 
 class ChatFormat:
@@ -170,15 +170,15 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """The format of /v1/completions: `text_completion`, whole and in chunks."""
+    """The format of /v1/completions: `text_completion`, complete or in chunks."""
 
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options
         self._open = list(range(options.n))
         self._offsets = [0] * options.n
-        """Number of characters that each choice has sent."""
+        """Number of characters sent so far for each choice."""
         self._prompt_ids: dict[int, list[int]] = {}
-        """Prompt token ids of the choices that have not sent them yet."""
+        """Prompt token ids of the choices for which they have not been sent yet."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
         if self._options.token_ids:
@@ -260,7 +260,7 @@ def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
     """Return the logprobs object of a chat response.
 
-    The object covers the tokens of the content, without the token that ends the turn.
+    The object covers the content's tokens, but not the token that ends the turn.
     """
     return {
         "content": [
@@ -328,7 +328,7 @@ def _tool_call(call: ToolCallPiece) -> JSON:
 
 
 def _tool_call_piece(piece: ToolCallPiece) -> JSON:
-    """Return a part of a tool call. Only the first part has the id, the type and the name."""
+    """Return a fragment of a tool call. Only the first one has the id, the type and the name."""
     if piece.name:
         return {"index": piece.index} | _tool_call(piece)
     return {"index": piece.index, "function": {"arguments": piece.arguments}}

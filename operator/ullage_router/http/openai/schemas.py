@@ -24,7 +24,7 @@ MAX_UINT32 = (1 << 32) - 1
 MAX_FIELD_BYTES = 64 << 10
 """Maximum size of a field's JSON in bytes, unless the field is a grammar or an input."""
 MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
-"""Maximum size of a grammar's JSON in bytes, in which an escaped character takes six bytes."""
+"""Maximum bytes of a grammar's JSON, which allows for escapes of six bytes per character."""
 INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
 """Fields that have limits of their own, or only the limit on the whole body."""
 GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
@@ -39,7 +39,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
-"""The texts from which the answer is chosen. Each takes at least two bytes of a grammar."""
+"""The texts from which the answer is chosen. Each needs at least two bytes of a grammar."""
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
@@ -165,7 +165,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     }
     """Values, by field, that have no effect and are therefore accepted, in addition to null.
 
-    False and empty values have no effect either, unless the field is a switch.
+    False and empty values have no effect either, unless the field is one of `_SWITCHES`.
     """
 
     suffix: object = None
@@ -194,7 +194,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
-        """Return the values that have no effect if the field is set to them."""
+        """Return the values to which the field may be set without having an effect."""
         # Without 0: in vLLM, prompt_logprobs: 0 asks for logprobs of the prompt's own tokens.
         usual = () if name in _SWITCHES else _USUAL
         return (None, *usual, *cls.NEUTRAL.get(name, ()))

@@ -62,7 +62,7 @@ def sse_event(data: bytes) -> bytes:
 
 
 def _comment(finished: Finished) -> bytes:
-    """Return the comment at the end of an inexactly resumed stream (empty for other streams).
+    """Return the final comment of an inexactly resumed stream (empty for other streams).
 
     Such a stream was resumed by an engine that may have computed a different text.
     """

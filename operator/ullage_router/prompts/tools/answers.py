@@ -20,7 +20,7 @@ async def read_calls(
 
     Args:
         events: any number of Delta and SampleFinished events, then one Finished event.
-        use: creates the reader of each answer.
+        use: how the conversation uses tools. It creates a reader for each answer.
         num_samples: number of answers.
     """
     answers = [_Answer(use, sample) for sample in range(num_samples)]

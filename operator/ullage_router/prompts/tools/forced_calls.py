@@ -47,9 +47,9 @@ class Forced:
     """JSON Schema that the answer must follow (empty if the grammar is `lark`)."""
     lark: str
     openings: Mapping[str, str]
-    """Text before the arguments in the answer, by function name. Empty if `name` is set."""
+    """Text that precedes the arguments in the answer, by function. Empty if `name` is set."""
     name: str
-    """Name of the function that the opening already names (empty if the model chooses one)."""
+    """Name of the only possible function, which `opening` contains (empty if there are several)."""
 
     def reader(self) -> ForcedReader:
         """Return a new reader for one answer."""
@@ -93,7 +93,7 @@ def _compact(schema: Schema) -> str:
 
 
 def _terminals(text: str) -> str:
-    """Return a text as grammar terminals, with special tokens separated from ordinary text."""
+    """Convert a text to grammar terminals, separating special tokens from ordinary text."""
     for mark in _HARMONY_MARKS:
         text = text.replace(mark, f"\0{mark}\0")
     parts = [part for part in text.split("\0") if part]

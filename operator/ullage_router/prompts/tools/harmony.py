@@ -26,7 +26,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MESSAGE = "<|message|>"
 _ROLE = "assistant"
 _HEADS = ("<|channel|>", "<|start|>", "<|message|>", " to=")
-"""How a header may begin, possibly after the role. An answer without a header is only text."""
+"""Possible beginnings of a header, after an optional role. An answer without any is all text."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _ADDRESSED = re.compile(r"to=\S")
@@ -44,10 +44,10 @@ class HarmonyReader:
         self._names = names
         self._buffer = ""
         self._make: MakePiece | None = None
-        """Creates pieces from the body, or None while a header is read."""
+        """Creates pieces from the current body's text, or None while a header is being read."""
 
     def push(self, text: str) -> list[Piece]:
-        """Add text, and return the text, reasoning and calls that are now certain."""
+        """Feed in more text, and return the text, reasoning and calls that are now certain."""
         self._buffer += text
         pieces: list[Piece] = []
         while self._step(pieces):
@@ -81,7 +81,7 @@ class HarmonyReader:
         return True
 
     def _opened(self, header: str, pieces: list[Piece]) -> MakePiece:
-        """Return the kind of body that a header announces, and start a call if it names a tool."""
+        """Return the piece type of a header's body, and start a call if the header names a tool."""
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
         if recipient and recipient[1] in self._names:
@@ -105,7 +105,7 @@ class HarmonyReader:
 
 
 def _may_be_header(text: str) -> bool:
-    """Return whether a text begins like a header, or may do so when more text arrives."""
+    """Return whether a text starts like a header, or could once more text arrives."""
     if _ROLE.startswith(text):
         return True
     rest = text.removeprefix(_ROLE)

@@ -45,7 +45,7 @@ class Reader(Protocol):
     """Reads one answer. How the text is split into chunks does not affect the result."""
 
     def push(self, text: str) -> list[Piece]:
-        """Add text, and return the text, reasoning and calls that are now certain."""
+        """Feed in more text, and return the text, reasoning and calls that are now certain."""
 
     def close(self) -> list[Piece]:
         """End the answer, and return whatever was held back."""
@@ -73,7 +73,7 @@ def find_mark(text: str, marks: Sequence[str]) -> Found | None:
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may be the start of a mark."""
+    """Return how many trailing characters of a text may be the start of a mark."""
     longest = max(map(len, marks)) - 1
     sizes = range(min(longest, len(text)), 0, -1)
     ends = (size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks))

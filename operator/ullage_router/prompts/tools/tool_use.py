@@ -1,4 +1,4 @@
-"""Adapts the tools of a conversation to the model's prompt format, grammar and reader."""
+"""Adapts a conversation's tools to the model's prompt format, grammar and answer reader."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ class ToolUse:
     forced: Forced | None = None
     """The call that the model must make, if any."""
     new_reader: Callable[[], Reader] | None = None
-    """Creates the reader of an answer, or None if the whole answer is text."""
+    """Creates a reader for each answer, or None if answers are plain text."""
     special_tokens: bool = False
-    """Whether the reader needs special tokens in the text."""
+    """Whether the reader needs special tokens in the answer's text."""
     single_call: bool = False
     """Whether all calls after the first are dropped."""
 
@@ -41,7 +41,7 @@ class ToolUse:
         return self.forced.opening if self.forced else ""
 
     def ask(self, request: inference_pb2.GenerateRequest) -> None:
-        """Set an engine request's grammar, and whether its text needs special tokens."""
+        """Set an engine request's grammar, and whether the answer's text shows special tokens."""
         request.output.special_tokens = self.special_tokens
         if self.forced and self.forced.lark:
             request.grammar.lark = self.forced.lark
@@ -71,7 +71,7 @@ def tool_use(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUs
 
 
 def _without_tools(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUse:
-    """Return how to read answers if the model may call no tools.
+    """Return the tool use of a conversation in which the model may not call tools.
 
     Only the harmony format needs a reader, because its answers always contain special tokens.
     """
