@@ -25,7 +25,7 @@ NOT_RENDERED = cast(Prompt, None)
 
 
 class PausableDeadline:
-    """Deadlines for an answer's first and last token. They are paused while the request is held.
+    """Deadlines for an answer's first and last token, which are paused while the request is held.
 
     Args:
         at: deadline for the last token, on the monotonic clock.
@@ -63,7 +63,7 @@ class PausableDeadline:
 
     @contextlib.contextmanager
     def pauses(self, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Pause the timeout whenever the deadlines are paused during the `with` block."""
+        """Pause an asyncio timeout whenever the deadlines are paused inside the `with` block."""
         self._timeouts.append(timeout)
         try:
             yield
@@ -72,7 +72,7 @@ class PausableDeadline:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Extend the deadlines and their timeouts by the time spent in the `with` block."""
+        """Extend the deadlines and their timeouts by the time spent inside the `with` block."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         ends = [timeout.when() for timeout in self._timeouts]
@@ -91,10 +91,11 @@ class PausableDeadline:
 def deadline_of(
     request: inference_pb2.GenerateRequest, record: RequestRecord, timeout_s: float, stall_s: float
 ) -> PausableDeadline:
-    """Return the deadlines of a request, counted from its arrival.
+    """Return a request's deadlines, measured from its arrival.
 
-    Some answers arrive only as a whole, for example with beam search. Their first token may take as
-    long as the whole answer. Embeddings also arrive as a whole, but must do so within `stall_s`.
+    Some answers arrive all at once, for example with beam search. Their first token may therefore
+    take as long as the entire answer. Embeddings also arrive all at once, but must do so within
+    `stall_s`.
 
     Args:
         timeout_s: maximum seconds from the arrival to the last token.
@@ -109,8 +110,8 @@ def deadline_of(
 class DecisionLog:
     """Holds the latest decision about a request, so that it can be logged even after a failure.
 
-    A `Call` is frozen, so the stages update its decision here. If a copy of a call runs
-    independently, for example in a cascade, the copy has its own log.
+    A `Call` is immutable, so the pipeline stages update its decision here. A copy of a call that
+    runs independently, for example in a cascade, has its own log.
 
     latest
         the latest decision
@@ -126,7 +127,7 @@ class DecisionLog:
         self.latest = replace(self.latest, **changes)
 
     def add_step(self, step: str, reason: str, /, **changes: object) -> None:
-        """Append a step to the decision's trail, and update the given fields."""
+        """Append a step to the decision's history (its trail), and update the given fields."""
         self.latest = replace(self.latest.after(step, reason), **changes)
 
     def adopt(self, decision: Decision, **changes: object) -> None:
@@ -135,7 +136,7 @@ class DecisionLog:
 
 
 def _nothing() -> None:
-    """Do nothing, because the request's body holds no memory to release."""
+    """Do nothing, because there is no request body whose memory must be released."""
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):
@@ -145,34 +146,41 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     record: RequestRecord
     """The request's log record. `RequestRecord` documents which stages write to it."""
     tenant: TenantSession
-    """The tenant's session, which tracks the request's use of the quota."""
+    """The tenant's session, which tracks how much quota the request uses."""
     deadline: PausableDeadline
     metadata: tuple[tuple[str, str], ...] = ()
-    """Metadata to send to the engine, which carries the trace context."""
+    """gRPC metadata to send to the engine, including the trace context."""
     authorization: str | None = None
-    """The client's credentials, to be forwarded to other services' routers."""
+    """The client's credentials, which are forwarded to the routers of other services."""
     is_streamed: bool = True
-    """Whether the client reads tokens as they arrive, rather than a complete answer."""
+    """Whether the client reads tokens as they arrive, rather than waiting for the whole answer."""
     path: tuple[str, ...] = ()
     """Names of the cascades that have forwarded the request so far, to detect loops."""
     release_body: Callable[[], None] = _nothing
     """Callback that frees the memory of the request's body once the prompt is rendered."""
     end_turn: Callable[[], None] = _nothing
-    """Callback that lets the next long body be processed.
+    """Callback that lets the next long request body be processed.
 
-    Only a few long bodies are converted to prompts at a time. The callback runs before the request
-    waits for anything outside this router.
+    Only a few long bodies are converted to prompts at a time. The callback runs before this request
+    waits for anything outside the router, so that it does not hold up the others.
     """
     prompt_cache_key: str = ""
-    """OpenAI's `prompt_cache_key`, which marks requests with a common prefix.
+    """OpenAI's `prompt_cache_key`, which clients set on requests that share a prefix.
 
-    Requests with the same key prefer the same engine, but the engine reserves no memory for them. A
-    session takes precedence over this key.
+    Requests with the same key prefer the same engine, but the engine does not keep memory reserved
+    for them. If a session is also given, the key is ignored.
     """
     replace_key: str = ""
-    """The key by which a later call of the same tenant replaces this call (empty for none)."""
+    """Key of a replaceable request (empty for none).
+
+    If the same tenant makes a later call with the same key, that call cancels and replaces this
+    call.
+    """
     idempotency_key: str = ""
-    """The key by which a later call of the same tenant gets the same answer (empty for none)."""
+    """Key of an idempotent request (empty for none).
+
+    If the same tenant makes a later call with the same key, it gets the same answer.
+    """
     decisions: DecisionLog = msgspec.field(default_factory=DecisionLog)
     span: Span | None = None
     """The request's trace span, or None if tracing is off."""
@@ -180,10 +188,10 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     adapter: str = ""
     """The adapter that the request names as its model (empty for the base model).
 
-    The field is set when the request's permissions and quota have been checked.
+    The field is set once the request's permissions and quota have been checked.
     """
     hands_on: bool = False
-    """Whether the next cascade step handles the request if it is refused here."""
+    """Whether the request continues with the next cascade step if it is refused here."""
     side: Side = Side.STABLE
     """The side of the rollout, stable or canary, that was chosen for the request."""
     prompt: Prompt = NOT_RENDERED
@@ -203,7 +211,7 @@ class EngineStream(Protocol):
 
     @property
     def has_stalled(self) -> bool:
-        """Return whether the answer was ended because no token arrived for too long."""
+        """Return whether the answer was cut off because no token arrived for too long."""
 
     async def read(self) -> Event:
         """Return the next event of the answer. The last event is Finished.
@@ -221,14 +229,14 @@ class ResponseStream(Protocol):
 
     @property
     def accepted(self) -> inference_pb2.Accepted:
-        """Return the engine's acceptance message, completed with the router's decision."""
+        """Return the engine's acceptance message, with the router's decision filled in."""
 
     @property
     def output_tokens(self) -> int:
-        """Return the number of tokens read so far, or the engine's count after the last event."""
+        """Return the number of tokens read so far, or the engine's final count at the end."""
 
     def events(self) -> AsyncIterator[Event]:
-        """Yield Delta events (with SampleFinished events, for several samples), then Finished.
+        """Yield Delta events (and SampleFinished events, for several samples), then Finished.
 
         Raises:
             ServiceError: the engine failed after tokens were sent.
@@ -241,7 +249,7 @@ class ResponseStream(Protocol):
 Handler = Callable[[Call], Awaitable[ResponseStream]]
 """A function that starts an answer, and returns its stream once the first token has arrived.
 
-It raises ServiceError if the request is refused or fails before its first token.
+It raises ServiceError if the request is refused or fails before the first token.
 """
 
 
@@ -251,12 +259,12 @@ def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
 
 
 def num_samples(samples: inference_pb2.Samples) -> int:
-    """Return how many answers the engine generates, which may be more than it returns."""
+    """Return how many answers the engine generates, which may exceed the number it returns."""
     return max(1, samples.n, samples.best_of, samples.beam.width)
 
 
 def timed_out(accepted: inference_pb2.Accepted, output_tokens: int) -> Event:
-    """Return the final event of an answer that hit its time limit between two tokens."""
+    """Return the final event for an answer that ran out of time between two tokens."""
     usage = inference_pb2.Usage(
         prompt_tokens=accepted.prompt_tokens, completion_tokens=output_tokens
     )

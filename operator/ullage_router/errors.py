@@ -1,4 +1,4 @@
-"""Defines the router's errors, which are all ServiceError, and maps them to HTTP statuses.
+"""Creates the router's errors, which are all ServiceErrors, and maps them to HTTP statuses.
 
 ServiceError comes from `ullage_common.wire.errors`. These are the statuses:
 
@@ -68,14 +68,14 @@ STATUSES_BY_REASON = {
     "TRANSFER_ENCODING_NOT_SUPPORTED": 501,
     "HTTP_VERSION_NOT_SUPPORTED": 505,
 }
-"""HTTP statuses for error reasons that need a more specific status than their gRPC code."""
+"""HTTP statuses for error reasons that need a more specific status than their gRPC code implies."""
 
 LEAVING = frozenset({"DRAINING", "NO_ENGINE"})
-"""Error reasons for an engine that currently accepts no requests."""
+"""Error reasons meaning that an engine currently accepts no requests."""
 OF_THE_ROUTER = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
-"""gRPC statuses by which an engine rejects the router's credentials or ticket.
+"""gRPC statuses with which an engine rejects the router's credentials or ticket.
 
-Clients send no API keys to engines, so these errors are not the client's fault.
+Engines never see clients' API keys, so these errors are not the client's fault.
 """
 _NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED"}
 _FAULTS = OF_THE_ROUTER | frozenset(
@@ -130,11 +130,11 @@ def retry_after_s(error: ServiceError) -> int | None:
 
 
 def is_engine_fault(error: ServiceError) -> bool:
-    """Return whether the engine, rather than the request, is to blame for an error.
+    """Return whether an error is the engine's fault rather than the request's.
 
-    Invalid and cancelled requests, deadlines and full memory do not count against the engine. A
+    Invalid requests, cancellations, deadlines and full memory do not count against the engine. A
     stalled answer does. If the engine's worker dies during a request, the engine is not blamed,
-    because a single bad request could otherwise take one engine after another out of service.
+    because otherwise a single bad request could take one engine after another out of service.
     """
     if error.reason == ENGINE_STALLED:
         return True
@@ -146,8 +146,8 @@ def is_engine_fault(error: ServiceError) -> bool:
 def is_failure(error: ServiceError) -> bool:
     """Return whether an error counts as a failure of a service revision in a rollout.
 
-    All errors count, except those caused by the request itself, by full memory or by the lack of an
-    engine. Errors for which no single engine is to blame also count.
+    Errors caused by the request itself, by full memory or by the lack of an engine do not count.
+    All other errors do, even if no single engine is to blame.
     """
     return error.code not in _THE_REQUESTS and error.reason not in LEAVING
 
@@ -172,14 +172,14 @@ def silent_engine(engine: str, silent_s: float) -> ServiceError:
 
 
 def no_stream(engine: str) -> ServiceError:
-    """Return the error for a request when the stream to its engine is not open."""
+    """Return the error for a request if the stream to its engine is not open."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", f"the stream to engine {engine} is not open"
     )
 
 
 def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
-    """Return the error for an answer that reached its time limit on an unresponsive engine."""
+    """Return the error for an answer that hit its time limit on an unresponsive engine."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         ENGINE_SILENT,
@@ -189,7 +189,7 @@ def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
 
 
 def not_resumed(engine: str, timeout_s: float, cause: ServiceError) -> ServiceError:
-    """Return the error for an answer that no other engine could resume in time."""
+    """Return the error for an answer that no other engine was able to resume in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         ENGINE_LOST,
@@ -199,7 +199,7 @@ def not_resumed(engine: str, timeout_s: float, cause: ServiceError) -> ServiceEr
 
 
 def refusal(refuse: Refuse) -> ServiceError:
-    """Return the error for a request that the admission decision refuses."""
+    """Return the error for a request that admission refuses."""
     metadata = {}
     if refuse.kind == "invalid":
         metadata["field"] = "input"
@@ -223,7 +223,7 @@ def some_retry_after_s() -> int:
 
 
 def _soon_s() -> int:
-    """Return a short retry delay with jitter, for memory that will soon be free again."""
+    """Return a short retry delay with jitter, for when memory is about to become free."""
     return random.randint(1, UNKNOWN_RETRY_AFTER_S)
 
 
@@ -269,7 +269,7 @@ def deadline(timeout_s: float) -> ServiceError:
 def unknown_model(
     name: str, served: str, adapters: Iterable[str] = (), allowed: Collection[str] = ()
 ) -> ServiceError:
-    """Return the error for a request that names an unknown model. It lists the usable names.
+    """Return the error for a request that names an unknown model, listing the names it may use.
 
     Args:
         name: The requested name.
@@ -296,7 +296,7 @@ def broken_stream(reason: str) -> ServiceError:
 
 
 def cancelled_by_engine() -> ServiceError:
-    """Return the error for an answer that an engine cancelled because it is shutting down."""
+    """Return the error for an answer that an engine cut short because it is shutting down."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "DRAINING",
@@ -311,13 +311,13 @@ def unauthenticated(message: str) -> ServiceError:
 
 
 def forbidden(reason: str, message: str, field: str = "") -> ServiceError:
-    """Return the error for a request that the client has no permission to make."""
+    """Return the error for a request that the client is not permitted to make."""
     metadata = {"field": field} if field else {}
     return ServiceError(grpc.StatusCode.PERMISSION_DENIED, reason, message, metadata=metadata)
 
 
 def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
-    """Return the error for an exhausted quota, which names the limit and when to retry."""
+    """Return the error for an exhausted quota. It names the limit and says when to retry."""
     limit = shortage.limit.replace("_", " ")
     wait_s = UNKNOWN_RETRY_AFTER_S if shortage.wait_s is None else shortage.wait_s
     return ServiceError(
@@ -331,7 +331,7 @@ def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
 
 
 def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
-    """Return the error for a prompt that exceeds the key's limit on tokens per minute."""
+    """Return the error for a prompt longer than the key's limit on tokens per minute."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "PROMPT_ABOVE_QUOTA",
@@ -342,7 +342,7 @@ def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
 
 
 def inputs_above_quota(count: int, amount: int, limit: Limit, allowed: float) -> ServiceError:
-    """Return the error for a request whose inputs would exceed even an unused quota."""
+    """Return the error for a request whose inputs would exceed even an untouched quota."""
     tokens = f", which have {amount} tokens or more" if limit == "tokens_per_minute" else ""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -354,13 +354,13 @@ def inputs_above_quota(count: int, amount: int, limit: Limit, allowed: float) ->
 
 
 def internal(request_id: str = "") -> ServiceError:
-    """Return the error for an internal failure, whose cause appears only in the router's log."""
+    """Return the error for an internal failure, whose cause is only written to the router's log."""
     where = f"its log names request {request_id}" if request_id else "its log has the cause"
     return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", f"the router failed; {where}")
 
 
 def console_busy(message: str) -> ServiceError:
-    """Return the error for a console with too many readers, or with an overload already running."""
+    """Return the error for a console with too many readers, or already running an overload."""
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED, "CONSOLE_BUSY", message, retry_after_s=MAX_RETRY_AFTER_S
     )
@@ -405,7 +405,7 @@ def late(part: str, limit_s: float) -> ServiceError:
 
 
 def length_required() -> ServiceError:
-    """Return the error for a request that should have a body but has none."""
+    """Return the error for a request that requires a body but has none."""
     return invalid_head("LENGTH_REQUIRED", "the request has no body; send one with Content-Length")
 
 
@@ -429,7 +429,7 @@ def body_too_large(size: str, limit: int) -> ServiceError:
 
 
 def bodies_full() -> ServiceError:
-    """Return the error for a request whose body cannot be read because memory is low."""
+    """Return the error for a request whose body cannot be read because memory is scarce."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "BODIES_FULL",
@@ -439,7 +439,7 @@ def bodies_full() -> ServiceError:
 
 
 def texts_full() -> ServiceError:
-    """Return the error for a long text that cannot be tokenised because memory is low."""
+    """Return the error for a long text that cannot be tokenised because memory is scarce."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "TEXTS_FULL",
@@ -449,7 +449,7 @@ def texts_full() -> ServiceError:
 
 
 def vectors_full() -> ServiceError:
-    """Return the error for embeddings that cannot be returned because memory is low."""
+    """Return the error for embeddings that cannot be returned because memory is scarce."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "VECTORS_FULL",

@@ -35,7 +35,7 @@ Response = inference_pb2.GenerateResponse
 
 
 class CallGate:
-    """Authenticates an RPC before any of its messages are received.
+    """Authenticates each RPC before any of its messages are received.
 
     Args:
         tenants: Looks up tenants by API key.
@@ -47,7 +47,7 @@ class CallGate:
         self._pipeline = pipeline
 
     def admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Return the tenant of an RPC, or None for health and reflection, which need no key.
+        """Return an RPC's tenant, or None for health and reflection, which need no key.
 
         Args:
             method: The full name of the method, such as `/ullage.inference.v1.Service/Method`.
@@ -76,7 +76,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         pipeline: Serves requests.
         engines: Describes the served model.
         tenants: Looks up tenants by API key.
-        issuer: Issues tickets for requests that clients send directly to engines.
+        issuer: Issues tickets with which clients send requests directly to engines.
         limits: Time limits for requests. A client may set an earlier deadline.
     """
 
@@ -131,7 +131,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Pick(
         self, request: inference_pb2.PickRequest, context: Context
     ) -> inference_pb2.PickResponse:
-        """Place requests that the client will send directly to engines, and return tickets."""
+        """Choose engines for requests that the client will send directly, and return tickets."""
         authorization = _text(context).get("authorization")
         try:
             if self._pipeline.is_draining:
@@ -157,7 +157,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> TenantSession:
         """Open the tenant's session, or abort the RPC.
 
-        `CallGate` has checked the key before the message arrived, but the key may have been removed
+        `CallGate` checked the key before the message arrived, but the key may have been removed
         since then.
         """
         try:
@@ -179,17 +179,17 @@ async def _responses(stream: ResponseStream) -> AsyncIterator[Response]:
 
 
 def _record_id(request_id: str) -> str:
-    """Return the client's request id, or a new id if the client's is empty or too long."""
+    """Return the client's request id, or a new id if it is empty or too long."""
     is_usable = 0 < len(request_id.encode()) <= MAX_REQUEST_ID_BYTES
     return request_id if is_usable else uuid.uuid4().hex
 
 
 def _path(metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the cascades that have forwarded the request."""
+    """Return the names of the cascades that have forwarded the request so far."""
     value = metadata.get(PATH_KEY)
     return tuple(value.split(",")) if value else ()
 
 
 def _text(context: Context) -> dict[str, str]:
-    """Return the RPC's metadata without binary values."""
+    """Return the RPC's metadata without the binary values."""
     return text_metadata(context.invocation_metadata())

@@ -1,8 +1,8 @@
-"""A worker thread that prepares long requests before admission, with tenants taking turns.
+"""A worker thread that prepares long requests before admission. Tenants take turns.
 
-A long body is parsed, checked and converted to a conversation in this thread, because this work
-would block the event loop for too long. Python code releases the GIL regularly, but parsers do not.
-The size of the texts that they parse is therefore limited beforehand
+Long bodies are parsed, checked and converted to conversations in this thread, because this work
+would block the event loop for too long. Pure Python code lets other threads run regularly, but
+native parsers hold the GIL. The size of the texts that they parse is therefore limited beforehand
 (`ullage_common.wire.json_size`).
 """
 
@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 INLINE_BYTES = 16 << 10
-"""Maximum size of a body that the event loop handles itself, which takes about a millisecond."""
+"""Maximum size in bytes of a body that is handled on the event loop, in about a millisecond."""
 
 T = TypeVar("T")
 _Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
 class IntakeThread:
-    """Runs functions one at a time. Tenants take turns, so that a busy tenant delays only itself.
+    """Runs functions one at a time. Tenants take turns, so that a busy one delays only itself.
 
     More threads would be no faster, because all of them need the GIL. Two threads that contend for
     the GIL would also make the event loop wait for both.
@@ -30,11 +30,11 @@ class IntakeThread:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="intake")
         self._waiting: OrderedDict[str, deque[_Work]] = OrderedDict()
-        """Waiting work by tenant, starting with the tenant whose turn is next."""
+        """Pending work by tenant, starting with the tenant whose turn is next."""
         self._is_running = False
 
     async def run(self, num_bytes: int, tenant: str, work: Callable[[], T]) -> T:
-        """Run `work` in the thread, or on the event loop if it is small, and return its result.
+        """Run `work` in the thread, or on the event loop if its body is small. Return its result.
 
         Args:
             num_bytes: size of the body that `work` handles.
@@ -55,7 +55,7 @@ class IntakeThread:
             del done, work
 
     def close(self) -> None:
-        """Stop the thread after the current function, and drop all waiting work."""
+        """Stop the thread after the current function, and drop all pending work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start_next(self) -> None:

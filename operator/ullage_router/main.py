@@ -35,7 +35,7 @@ from ullage_router.server.service import RouterService
 READY_INTERVAL_S = 0.2
 DRAIN_MARGIN_S = 2.0
 LEAVE_S = 2.0
-"""Seconds that clients have during shutdown to move their connections to another router."""
+"""Seconds that clients have during shutdown to switch their connections to another router."""
 
 EPILOG = """examples:
   ullage-router --config router.yaml
@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 
 
 class CannotListen(Exception):
-    """Raised when a port is in use or not permitted. The message names the port."""
+    """Raised if a port is in use or the process may not bind it. The message names the port."""
 
 
 class Router:
     """The router process, with its HTTP, gRPC, probe and metrics servers.
 
     http_port, grpc_port, probe_port, metrics_port
-        the ports on which the router actually listens, even if the configuration has port 0
+        the ports on which the router actually listens, even if the configured port is 0
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -98,7 +98,8 @@ class Router:
         """Start the HTTP and gRPC servers, and return once they accept requests.
 
         Raises:
-            ConfigError: keys or certificates cannot be read. In this case, no port has been bound.
+            ConfigError: keys or certificates cannot be read. No port has been bound yet in this
+                case.
             CannotListen: a port cannot be used.
         """
         config = self._config
@@ -132,11 +133,11 @@ class Router:
         log.info("listening", extra={**ports, "metrics_port": self.metrics_port})
 
     async def stop(self) -> None:
-        """Shut down gracefully, so that clients move to other routers and requests finish.
+        """Shut down gracefully: let clients move to other routers, and finish running requests.
 
         Clients with open connections do not know yet that the router is stopping. Their requests
-        are still served, but each response closes its connection, so that the client connects to
-        another router.
+        are still served, but each response closes its connection, so that the client has to connect
+        to another router.
         """
         if self._readiness:
             self._readiness.cancel()
@@ -203,7 +204,7 @@ async def serve(config: RouterConfig) -> None:
 def _longest_request_s(config: RouterConfig) -> float:
     """Return the maximum duration of an accepted request, in seconds.
 
-    The duration includes the time for which a request may be held until its pool has been woken.
+    The duration includes the time that a request may be held while its pool is being woken.
     """
     held_s = config.routing.wake.timeout if any(pool.sleeps for pool in config.pools) else 0.0
     return held_s + config.limits.total_timeout
@@ -254,7 +255,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def raise_open_files() -> None:
-    """Raise the limit on open files to the hard limit, because the default is often only 1024."""
+    """Raise the limit on open files to the hard limit, because the default is often just 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # some systems refuse "unlimited"
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,6 +1,6 @@
-"""The names, labels and help texts of all router metrics (`ullage_router_*`).
+"""Names, labels and help texts of all router metrics (`ullage_router_*`).
 
-To limit the number of time series, each label has only a few values.
+Each label has only a few values, which keeps the number of time series low.
 """
 
 from ullage_common.process.metrics import SECONDS, CounterName, GaugeName, HistogramName

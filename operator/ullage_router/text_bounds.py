@@ -1,8 +1,8 @@
 """Computes lower bounds on token counts, and splits long texts without changing their tokens.
 
-Both are derived from a tokenizer when its model is loaded. A text that cannot fit in the context is
-refused before it is tokenised. A text that may fit is tokenised in chunks (`pieces`) of bounded
-size.
+Both are derived from the tokenizer when its model is loaded. If the lower bound shows that a text
+cannot fit in the context, the text is refused before it is tokenised. Other long texts are
+tokenised in chunks (`pieces`) of limited size.
 """
 
 import json
@@ -16,11 +16,11 @@ from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 PIECE_CHARACTERS = 32 << 10
-"""Target size of a chunk in characters. Tokenising a chunk takes a few megabytes of memory."""
+"""Target size of a chunk in characters. Tokenising one chunk takes a few megabytes of memory."""
 LONGEST_PIECE = 128 << 10
-"""Maximum size, in characters, of a chunk of text that contains no safe split point.
+"""Maximum length, in characters, of a stretch of text without a safe split point.
 
-Longer texts are refused.
+Texts with a longer stretch are refused.
 """
 COUNTED_AT_ONCE = 64 << 10
 
@@ -41,11 +41,12 @@ class UncutText(Exception):
 class TokenBound:
     """Computes a lower bound on the number of tokens in a text.
 
-    Each character of a text belongs to one token. If no token that contains a certain character is
-    longer than `n` characters, the character makes up at least 1/n of its token. The sum of these
-    fractions over the text is therefore a lower bound on its number of tokens. The maximum token
-    length is stored separately for ASCII letters and digits, for ASCII punctuation, and for all
-    other characters, because the longest tokens are runs of whitespace.
+    Each character of a text belongs to exactly one token. If no token that contains a certain
+    character is longer than `n` characters, that character makes up at least 1/n of its token.
+    Adding up these fractions over the whole text therefore gives a lower bound on its number of
+    tokens. Separate maximum token lengths are kept for ASCII letters and digits, for ASCII
+    punctuation, and for all other characters, because the longest tokens are runs of whitespace and
+    would weaken the bound for words.
 
     A length of 0 means that such characters are not counted, because a token may contain any number
     of them.
@@ -57,17 +58,17 @@ class TokenBound:
     shrink: int = 1
     """Maximum number of characters that the normalizer may merge into one character."""
     counts_bytes: bool = False
-    """Whether each non-ASCII character counts as its UTF-8 bytes, as in byte-level tokenizers."""
+    """Whether a non-ASCII character counts once per UTF-8 byte, as in byte-level tokenizers."""
     composed: int = 0
     """Maximum token length for letters and punctuation in texts with non-ASCII characters.
 
     It is 0 unless the normalizer may combine a letter with the accents that follow.
     """
     counts_words: bool = False
-    """Whether a token never spans two words, so that words are counted instead of characters."""
+    """Whether to count words instead of characters, because no token spans two words."""
 
     def fewest(self, text: str) -> int:
-        """Return a lower bound on the text's number of tokens, in about 3 ms per megabyte."""
+        """Return a lower bound on the text's number of tokens, taking about 3 ms per megabyte."""
         if self.counts_words:
             return sum(map(_num_words, _slices(text)))
         letters = marks = others = 0
@@ -88,7 +89,7 @@ class TokenBound:
 
 
 _WORD = re.compile(r"(?<![^ \n\t])[!-~]")
-"""Matches the beginning of a word that no normalizer removes."""
+"""Matches the start of a word that no normalizer removes."""
 
 
 def _num_words(text: str) -> int:
@@ -101,7 +102,7 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def token_bound(tokenizer: Tokenizer) -> TokenBound:
-    """Return the token bound for a tokenizer. The bound is always 0 if no better one is known."""
+    """Return the token bound for a tokenizer. If nothing better is known, the bound is always 0."""
     model = tokenizer.model
     normalizer = _Normalizer.of(_state(tokenizer.normalizer))
     steps = list(_steps(_state(tokenizer.pre_tokenizer)))
@@ -147,9 +148,10 @@ _PARTING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 
 
 def _longest(lengths: Mapping[str, int], vocabulary: Json, characters: bytes) -> int:
-    """Return the length of the longest token that contains any of the characters.
+    """Return the length of the longest token that contains any of the given characters.
 
-    The length is 0 if the vocabulary lacks some of the characters, because the model may drop them.
+    Return 0 if some of the characters are missing from the vocabulary, because the model may then
+    drop them.
     """
     if not vocabulary.keys() >= set(characters.decode()):
         return 0
@@ -165,13 +167,13 @@ def _may_remove_words(step: Json) -> bool:
 
 
 def _has_affixes(model: models.BPE | models.Unigram) -> bool:
-    """Return whether the model marks tokens inside or at the end of a word with an affix."""
+    """Return whether the model marks tokens inside or at the end of words, for example by `##`."""
     names = ("continuing_subword_prefix", "end_of_word_suffix")
     return any(getattr(model, name, None) for name in names)
 
 
 def _is_complete(model: object, vocabulary: Json, is_byte_level: bool) -> bool:
-    """Return whether every character is kept and belongs to a token of bounded length."""
+    """Return whether every character is kept and belongs to a token of limited length."""
     if is_byte_level:
         return vocabulary.keys() >= set(ByteLevel.alphabet())
     if not isinstance(model, models.BPE):
@@ -182,7 +184,7 @@ def _is_complete(model: object, vocabulary: Json, is_byte_level: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Normalizer:
-    """Describes how a normalizer may shorten a text."""
+    """Describes how much a normalizer may shorten a text."""
 
     kinds: frozenset[str] = frozenset()
     shrink: int = 1
@@ -194,7 +196,7 @@ class _Normalizer:
 
     @classmethod
     def of(cls, state: Json | None) -> "_Normalizer | None":
-        """Describe the effect of a normalizer, or return None if the effect is unknown."""
+        """Describe a normalizer's effect, or return None if the effect is unknown."""
         if state is None:
             return cls()
         shrink = 1
@@ -231,7 +233,7 @@ _SHORTENING = frozenset(
 
 
 def _state(part: Any) -> Json | None:
-    """Return the serialised settings of a normalizer or pre-tokenizer, or None without one."""
+    """Return the settings of a normalizer or pre-tokenizer, or None if there is none."""
     state: Json | None = json.loads(part.__getstate__()) if part else None
     return state
 
@@ -251,12 +253,12 @@ def _steps(state: Json | None) -> Iterator[Json]:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A rule for finding split points, where a text can be split without changing its tokens."""
+    """A rule for finding points at which a text can be split without changing its tokens."""
 
     place: str
     """Pattern that matches a split point, which is a position in the text or a single space."""
     crossed: str
-    """Pattern that matches any vocabulary token that would span such a split point."""
+    """Pattern that matches any vocabulary token that would span a split point of this rule."""
     drops_blank: bool = False
     """Whether to drop the space at the split point, because tokenizers add one before each text."""
 
@@ -273,7 +275,7 @@ _WIDE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 
 
 def _spelled(characters: str) -> str:
-    """Return a pattern that matches any of the characters, in plain or byte-level form."""
+    """Return a pattern that matches any of the characters, in plain or byte-level spelling."""
     letters = ByteLevel(add_prefix_space=False, use_regex=False)
     in_bytes = [letters.pre_tokenize_str(each)[0][0] for each in characters]
     return "|".join(map(re.escape, [*characters, *in_bytes]))
@@ -318,14 +320,14 @@ _SAMPLES = (
 class TextCutter:
     """Splits long texts at points where this does not change their tokens.
 
-    A rule for split points is used only if no token of the vocabulary, and therefore no merge,
-    spans such a point. In addition, splitting sample texts by the rule must not change their
-    tokens.
+    A split rule is used only if no vocabulary token spans its split points, since then no merge can
+    span them either. As a further check, splitting a set of sample texts by the rule must not
+    change their tokens.
 
     Args:
         tokenizer: the model's tokenizer.
         usual: target size of a chunk in characters.
-        longest: maximum size, in characters, of a chunk that contains no split point.
+        longest: maximum length, in characters, of text without a split point.
     """
 
     def __init__(
@@ -338,12 +340,15 @@ class TextCutter:
         self._has_rules = bool(rules)
 
     def pieces(self, text: str, is_part: bool = False) -> Iterator[str]:
-        """Yield chunks of the text whose concatenated tokens are the text's tokens.
+        """Yield consecutive chunks of the text that can be tokenised separately.
+
+        The concatenated tokens of the chunks are the tokens of the whole text.
 
         Args:
             text: the text to split.
             is_part: whether the text is part of a larger text, which may be split at other points.
-                The part is then refused only if the larger text would be refused.
+                The limit is then slightly higher, so that no part is refused unless the larger text
+                would be.
 
         Raises:
             UncutText: a chunk would be too long because the text has too few split points.
@@ -377,7 +382,7 @@ class TextCutter:
 
 
 def _rules(tokenizer: Tokenizer) -> list[_Rule]:
-    """Return the split rules that are valid for a tokenizer, with at most one rule for spaces."""
+    """Return the split rules that are safe for a tokenizer, with at most one rule for spaces."""
     if not isinstance(tokenizer.model, models.BPE | models.Unigram):
         return []
     if isinstance(tokenizer.model, models.BPE) and tokenizer.model.dropout:
@@ -398,7 +403,7 @@ def _is_for_blanks(rule: _Rule) -> bool:
 
 
 def _keeps(tokenizer: Tokenizer, rule: _Rule) -> bool:
-    """Return whether all sample texts keep their tokens when they are split by the rule."""
+    """Return whether splitting the sample texts by the rule leaves their tokens unchanged."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids

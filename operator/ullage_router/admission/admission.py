@@ -1,8 +1,8 @@
 """Carries out admission decisions: shortens prompts, queues requests, reserves memory, or refuses.
 
-`Admission.admit` collects the facts about a request, lets `policy.decide` choose the next step, and
-executes that step. It repeats this until memory is reserved for the request or the request is
-refused.
+For each request, `Admission.admit` gathers the current facts, asks `policy.decide` for the next
+step, and executes that step. It repeats this until memory is reserved for the request or the
+request is refused.
 """
 
 import logging
@@ -50,7 +50,7 @@ NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
 
 
 class NotOnCanary(Exception):
-    """Raised if the canary cannot run the request unchanged now, so a stable engine must."""
+    """Raised if the canary cannot run the request unmodified right now, so a stable engine must."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,24 +63,24 @@ class AdmissionRequest:
     refused_by: Mapping[str, int] = field(default_factory=dict)
     """Engines that refused the request or failed while serving it, by engine key.
 
-    Each value is the number of headroom reports that the engine had sent by then. The engine
-    becomes a candidate again with its next report.
+    Each value is the number of headroom reports that the router had received from the engine at
+    that time. The engine becomes a candidate again as soon as it sends another report.
     """
     is_trial: bool = False
-    """Whether to try only canary engines that have free memory now.
+    """Whether to try only canary engines that have enough free memory right now.
 
-    If no canary engine has room, the stable engines serve the request.
+    If no canary engine has room, the request falls back to the stable engines.
     """
     prompt: Prompt = field(init=False)
-    """The prompt, without the conversation turns that were dropped to shorten it."""
+    """The prompt to send, without any conversation turns that were dropped to shorten it."""
     cache_key: CacheKey = field(init=False)
     preferred: Preferred = NO_PREFERENCE
-    """The engine whose caches hold the prompt's prefix."""
+    """The engine that probably has the prompt's prefix in its KV cache."""
     entry: QueueEntry | None = None
     """The request's place in the queue, or None while the request is not queued."""
     queue_state: QueueState = QueueState.OPEN
     deciding_s: float = 0.0
-    """Time that the latest decision took to compute, in seconds."""
+    """Time spent computing the latest decision, in seconds."""
 
     def __post_init__(self) -> None:
         self.prompt = self.call.prompt
@@ -100,7 +100,7 @@ class Admission:
         engines: the engines that may serve requests.
         queue: the queue in which requests wait for memory.
         threads: the thread pool that renders shortened conversations.
-        balancer: finds the engine whose caches hold a request's prefix.
+        balancer: finds the engine that has a request's prefix cached.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Admission:
         self._deferrals = DeferralBook()
 
     async def admit(self, request: AdmissionRequest) -> Reservation:
-        """Follow the admission ladder until memory for the request is reserved on an engine.
+        """Try the steps of the admission ladder until memory is reserved for the request.
 
         Raises:
             ServiceError: the request can never fit, does not fit now, or no engine is ready.
@@ -162,13 +162,13 @@ class Admission:
         return self._engines.is_ready
 
     def has_stable_engine(self, call: Call) -> bool:
-        """Return whether a ready stable engine can run the call with its token ids and adapter."""
+        """Return whether a ready stable engine uses the call's tokenizer and serves its adapter."""
         model = self._engines.model_of(Side.STABLE)
         is_same = model is not None and model.fingerprint == call.prompt.model.fingerprint
         return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter)
 
     def facts(self, request: AdmissionRequest) -> RequestFacts:
-        """Collect the current facts about the request, as input for `decide`."""
+        """Gather the current facts about the request, as input for `decide`."""
         call = request.call
         prompt = request.prompt
         entry = request.entry
@@ -220,9 +220,10 @@ class Admission:
         )
 
     def _seen_by(self, call: Call) -> Deferrals:
-        """Return a view of the recently refused requests that take precedence over this one.
+        """Return the recently refused requests that take precedence over this request.
 
-        These requests are expected to retry once their Retry-After has passed.
+        Refused clients are told to retry after a delay. Until then, later requests should not take
+        the memory that a retry will need.
         """
         now = time.monotonic()
         self._deferrals.expire(now)
@@ -235,15 +236,15 @@ class Admission:
     def _rare_adapter(self, call: Call) -> str:
         """Return the request's adapter if some engines lack it, or an empty string otherwise.
 
-        Requests for such an adapter wait in a separate subqueue, so that they do not block engines
-        that they cannot use.
+        Requests for such an adapter wait in a separate subqueue. Otherwise, they would block
+        requests behind them that could run on the engines without the adapter.
         """
         return "" if self._engines.have_all(call.adapter) else call.adapter
 
     def _limits(self, request: AdmissionRequest) -> TimeLimits:
         """Return the request's time limits.
 
-        The SLOs no longer apply once the answer has started.
+        Once the answer has started, the latency objectives (SLOs) no longer apply.
         """
         now = time.monotonic()
         deadline = request.call.deadline
@@ -280,10 +281,10 @@ class Admission:
         return step
 
     def _preferred(self, request: AdmissionRequest) -> Preferred:
-        """Return the engine that probably caches the request's prefix.
+        """Return the engine that probably has the request's prefix cached.
 
-        A resumed answer instead prefers an engine whose results are bit-identical to those of the
-        engines that generated the answer so far.
+        For a resumed answer, engines whose results are bit-identical to those of the engines that
+        generated the answer so far are preferred instead.
         """
         call = request.call
         preferred = self._balancer.preferred(request.cache_key, call.side)
@@ -294,7 +295,7 @@ class Admission:
         return self._balancer.alike(preferred, fingerprints, call.side, refusing, call.adapter)
 
     def _passes(self, request: AdmissionRequest) -> bool:
-        """Return whether a request may overtake the first request of its subqueue and run now."""
+        """Return whether the request may overtake the head of its subqueue and run right away."""
         call = request.call
         model = request.prompt.model
         views = self._engines.views(model, call.side, call.adapter)
@@ -312,7 +313,7 @@ class Admission:
         return self._balancer.cache_key(name, token_ids, call.tenant.name, call.adapter)
 
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
-        """Reserve memory, leave the queue, and enter the prefill window if balancing may help."""
+        """Reserve memory, leave the queue, and enter the prefill window if the request may move."""
         engine = self._engines.at(run.engine)
         prompt = request.prompt
         available = engine.available
@@ -335,7 +336,7 @@ class Admission:
         return reservation
 
     async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
-        """Shorten the prompt as the decision requires. Each prompt is shortened at most once."""
+        """Drop conversation turns to shorten the prompt as decided, at most once per prompt."""
         call = request.call
         prompt = request.prompt
         call.decisions.change(action="shrink", reason=shrink.reason)
@@ -362,9 +363,9 @@ class Admission:
         _log_decision(request)
 
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
-        """Wait for the request's turn in the queue, as long as its answer can still finish in time.
+        """Wait for the request's turn in the queue while its answer can still meet its deadline.
 
-        If the wait ends before the request's turn, `queue_state` records the reason.
+        If the wait ends early, `queue_state` records the reason.
         """
         call = request.call
         started = time.monotonic()
@@ -447,7 +448,10 @@ class Admission:
         return refusal(refuse)
 
     def _defer(self, call: Call, refuse: Refuse) -> None:
-        """Hold back later requests in favour of a refused one until its Retry-After has passed."""
+        """Remember a refused request, so that later requests leave memory for its retry.
+
+        The memory is set aside until the request's Retry-After has passed.
+        """
         assert refuse.demand
         assert refuse.retry_after_s
         kind = Deferred(refuse.pool, call.tenant.name, call.request.priority)
@@ -473,8 +477,8 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
 def _accepted(call: Call, run: Run, reservation: Reservation, available: int) -> Decision:
     """Return the decision to log for an accepted request.
 
-    Its action names the fallback that was needed (`route4`, `queue` or `shrink`), or is `accept` if
-    there was none.
+    The decision's action names the fallback that was needed (`route4`, `queue` or `shrink`). If
+    none was needed, the action is `accept`.
 
     Args:
         available: bytes that were available on the engine.
@@ -505,8 +509,8 @@ def _accepted(call: Call, run: Run, reservation: Reservation, available: int) ->
 def _log_decision(request: AdmissionRequest, level: int = logging.INFO) -> None:
     """Record the request's decision in its timeline and in the log.
 
-    Most requests are accepted immediately. This is logged only at DEBUG, because the log line at
-    the end of a request includes the same timeline.
+    Most requests are accepted immediately. Such decisions are logged only at DEBUG, because the log
+    line at the end of each request includes the same timeline.
     """
     record = request.call.record
     decision = request.call.decisions.latest

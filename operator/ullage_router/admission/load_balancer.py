@@ -1,4 +1,4 @@
-"""Prefers engines that already cache a request's prefix, and caps the number of retries."""
+"""Prefers engines that already have a request's prefix cached, and caps the number of retries."""
 
 import time
 from collections import Counter
@@ -15,7 +15,7 @@ from ullage_router.policy.retry import RetryBudget
 
 
 class Preferred(NamedTuple):
-    """The engine that a request should run on because it may have the request's prefix cached."""
+    """The engine on which to run a request, because the request's prefix may be cached there."""
 
     engine: str = ""
     """Key of the engine (empty if unknown)."""
@@ -27,7 +27,9 @@ NO_PREFERENCE = Preferred()
 
 
 class LoadBalancer:
-    """Owns the affinity tables and the retry budget. Circuit breakers belong to each engine.
+    """Tracks which engines cache which prefixes (affinity), and limits retries by a shared budget.
+
+    Each engine tracks its own circuit breaker.
 
     Args:
         section: the placement settings.
@@ -40,7 +42,11 @@ class LoadBalancer:
         self.budget = RetryBudget(section.retries, time.monotonic())
         self._engines = engines
         self.choices: Counter[str] = Counter()
-        """Number of requests by affinity outcome: `kept`, `yielded` or `none`."""
+        """Number of requests by affinity outcome: `kept`, `yielded` or `none`.
+
+        `kept` means that the request ran on the engine that had its prefix, and `yielded` that it
+        ran on another engine. For `none`, this router had not seen the prefix before.
+        """
         engines.on_forgotten = self._affinity.remove_engine
 
     def cache_key(
@@ -50,12 +56,13 @@ class LoadBalancer:
         return self._affinity.cache_key(session, token_ids, tenant, adapter)
 
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> Preferred:
-        """Return the engine that is known or expected to cache the request's longest prefix.
+        """Return the engine that is known or expected to cache the longest prefix of the request.
 
-        If this router has not seen the prefix yet, another router may have sent it to an engine.
-        All routers therefore choose between the same two engines, which the hash ring determines. A
-        session uses the first engine, unless that engine is much busier than the second. A prompt
-        without a session uses the less busy engine, but only if that engine has no prefill backlog.
+        If this router has not seen the prefix yet, another router may already have sent it to an
+        engine. All routers therefore choose between the same two engines, which are found by
+        consistent hashing. A session uses the first engine, unless that engine is much busier than
+        the second. A prompt without a session uses the less busy engine, but only if that engine
+        has no prefill backlog.
         """
         if not (cache_key.session or cache_key.prefixes):
             return NO_PREFERENCE
@@ -74,13 +81,13 @@ class LoadBalancer:
     ) -> Preferred:
         """Return an engine that can continue an answer bit for bit, or else the preferred engine.
 
-        Among the engines that can continue the answer, the preferred engine comes first, then the
-        engine with the fewest requests.
+        If several engines can continue the answer, return the preferred engine if it is one of
+        them, or else the engine with the fewest requests.
 
         Args:
             fingerprints: numerics fingerprints of the engines that generated the answer so far.
             refusing: keys of engines that refuse the request.
-            adapter: the adapter of the answer (empty if it has none).
+            adapter: the answer's adapter (empty if it has none).
         """
         able = {
             engine.key: engine
@@ -94,7 +101,7 @@ class LoadBalancer:
         return Preferred(min(able, key=lambda key: able[key].load))
 
     def _nearest(self, cache_key: CacheKey, side: Side) -> str:
-        """Return the key of the engine to which the hash ring maps the request (empty if none)."""
+        """Return the key of the engine that the hash ring assigns to a request (empty if none)."""
         point = cache_key.point
         engines = self._engines.nearest_two(side, point) if point is not None else []
         if not engines:
@@ -116,9 +123,9 @@ class LoadBalancer:
         self._affinity.on_placed(cache_key, engine.key)
 
     def may_retry(self) -> bool:
-        """Spend one retry from the budget, and return False if the budget is exhausted.
+        """Take one retry from the shared budget, or return False if the budget is exhausted.
 
-        A retry lets a request that failed before its first token try another engine.
+        A request that failed before its first token uses a retry to try another engine.
         """
         return self.budget.take(time.monotonic())
 

@@ -1,10 +1,10 @@
 """Balances prompts across a pool's engines before their prefill begins.
 
 Under load, requests wait briefly in a prefill window before they are sent. A request enters the
-window only if the prompts queued on its engine take longer than the window. The wait is therefore
-free: the prompt could not start earlier, and its memory stays reserved. When the window closes, its
-requests are balanced over their pool's engines (`policy/balance.py`). A request that moves takes
-its reservation along.
+window only if its engine needs longer than the window to prefill the prompts that are already
+queued. The wait therefore costs nothing: the prompt could not start earlier, and its memory stays
+reserved. When the window closes, its requests are balanced across the pool's engines
+(`policy/balance.py`). If a request moves to another engine, so does its reservation.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from ullage_router.prompts.prompts import Prompt
 class Reservation:
     """Memory that is reserved for a request on an engine.
 
-    The owner must release the reservation's credit when the request is done.
+    The owner must release `credit`, the reserved amount, when the request is done.
     """
 
     engine: Engine
@@ -32,12 +32,12 @@ class Reservation:
     prompt: Prompt
     max_tokens: int
     choices: Mapping[str, int]
-    """Bytes that the request needs on each engine to which it may move, by engine key.
+    """Bytes that the request would need on each engine to which it may move, by engine key.
 
     Empty if the request cannot move.
     """
     is_final: asyncio.Event | None = None
-    """Set when the prefill window closes, or None if the request skipped the window."""
+    """Event that is set when the prefill window closes. None if the request skipped the window."""
 
     def move(self, engine: Engine) -> None:
         """Move the reserved memory to another engine."""
@@ -71,14 +71,13 @@ class PrefillWindow:
         return sum(map(len, self._open.values()))
 
     def as_json(self) -> dict[str, int]:
-        """Return the numbers of waiting and moved requests for /stats."""
+        """Return how many requests are waiting, have waited and were moved, for /stats."""
         return {"waiting": len(self), "waited": self.waited, "balanced": self.balanced}
 
     async def settle(self, reservation: Reservation) -> None:
-        """Wait in the prefill window of the reservation's pool until the window closes.
+        """Wait until the prefill window of the reservation's pool closes.
 
-        If the request is cancelled during the wait, it leaves the window and its memory is
-        released.
+        If the request is cancelled while it waits, it leaves the window and its memory is released.
         """
         pool = reservation.engine.pool
         is_final = asyncio.Event()
@@ -123,7 +122,7 @@ class PrefillWindow:
                 self.balanced += 1
 
     def _load(self, engine: Engine, reservations: list[Reservation]) -> EngineLoad:
-        """Return an engine's load, not counting the requests in the window."""
+        """Return an engine's load without the requests that are still in the window."""
         own = [r.credit for r in reservations if r.engine is engine]
         return EngineLoad(
             engine.key,

@@ -1,17 +1,17 @@
-"""The bounded queue in which requests wait for memory.
+"""The queue of limited size in which requests wait for memory.
 
 The queue is divided into subqueues. Each pool has one subqueue, and an additional one for each
-adapter that only some of its engines have. Normally only the head (the first request) of a subqueue
-is woken. Requests are therefore served in order (`policy/fair_queue.py`), and a burst of headroom
-reports costs only one decision per subqueue. While the head cannot run, requests behind it may be
-backfilled if they fit and will finish before the head could start (`policy/decide.py`). At most
-`backfill` requests may overtake a head. A full queue is also shared fairly between tenants
-(`queue_bounds.py`).
+adapter that only some of its engines have. Normally, only the first request (the head) of a
+subqueue is woken when memory becomes free. Requests are therefore served in order
+(`policy/fair_queue.py`), and a burst of headroom reports triggers only one decision per subqueue.
+While the head is blocked, requests behind it may run first (backfill) if they fit and will finish
+before the head could start (`policy/decide.py`). At most `backfill` requests may overtake each
+head. A full queue is also shared fairly between tenants (`queue_bounds.py`).
 
-The heads of a pool's subqueues are ordered by priority and arrival. Suppose that the head for some
-adapter comes before a request that can use any engine. The request then avoids the engines that
-have the adapter, unless it may overtake the head there. Conversely, a request for an adapter waits
-behind the head of the subqueue for any engine.
+The heads of a pool's subqueues are ordered by priority and arrival. For example, if the head of an
+adapter's subqueue comes before a request that can use any engine, that request avoids the engines
+with the adapter, unless it may overtake the head there. Conversely, a request for an adapter waits
+behind an earlier head that can use any engine.
 """
 
 import asyncio
@@ -28,7 +28,10 @@ LOOKED_AHEAD = 16
 """Maximum number of requests at the front of a subqueue that are considered for backfill."""
 
 LineKey = tuple[str, str]
-"""The key of a subqueue: (pool, adapter), with the adapter as in `Waiter`."""
+"""A subqueue's key: (pool, adapter).
+
+The adapter is empty for requests that can use any engine in the pool.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +49,34 @@ class Waiter:
     tenant: str = ""
     weight: float = 1.0
     is_charged: bool = False
-    """Whether an engine already refused or lost the request.
+    """Whether an engine has already refused or lost the request.
 
-    Its tenant's fair share of the queue is then not charged a second time.
+    If so, the request was already charged to its tenant's fair share of the queue, and is not
+    charged again.
     """
     adapter: str = ""
-    """The adapter that the request needs but some engines lack (empty if there is none)."""
+    """The adapter that the request needs if some engines lack it (empty otherwise)."""
 
 
 class QueueEntry:
-    """A request's place in the queue. Call `leave` when the request is served or abandoned."""
+    """A request's place in the queue. Call `leave` once the request is served or abandoned."""
 
     def __init__(self, queue: "RequestQueue", pool: str, waiter: Waiter, place: FairEntry) -> None:
         self.pool = pool
         self.waiter = waiter
         self.place = place
         self.is_evicted = False
-        """Whether the entry was evicted in favour of another request."""
+        """Whether the entry was evicted to make room for another request."""
         self.num_passed = 0
-        """Number of requests that overtook this entry while it was the head of its subqueue."""
+        """Number of requests that overtook this entry while it was at the head of its subqueue."""
         self._queue = queue
         self._event = asyncio.Event()
 
     async def wait_turn(self, timeout_s: float) -> bool:
         """Wait until the entry is woken, and return False on timeout.
 
-        An entry is woken if it is the head of its subqueue and memory may be available, if it may
-        be able to overtake the head, or if it is evicted.
+        An entry is woken in three cases: it is at the head of its subqueue and memory may be
+        available, it may be able to overtake the head, or it was evicted.
         """
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
@@ -97,7 +101,7 @@ class QueueEntry:
         return self._queue.head(self.line) is self
 
     def serve(self) -> None:
-        """Leave the queue because an engine of the entry's pool now serves the request."""
+        """Leave the queue because an engine in the entry's pool now serves the request."""
         self._queue.remove(self, served=True)
 
     def leave(self) -> None:
@@ -106,11 +110,11 @@ class QueueEntry:
 
 
 class RequestQueue:
-    """The subqueues of all pools, which share the same bounds.
+    """The subqueues of all pools, which share the same size limits.
 
     Args:
-        section: the bounds, the rate at which waiting raises a request's priority, and the number
-            of requests that may overtake the head of a subqueue.
+        section: the size limits, the rate at which a waiting request gains priority, and the number
+            of requests that may overtake each head.
     """
 
     def __init__(self, section: QueueSection) -> None:
@@ -133,14 +137,14 @@ class RequestQueue:
 
     @property
     def prompt_bytes(self) -> int:
-        """Router memory that all queue entries hold, in bytes."""
+        """Router memory in use by the prompts of all queue entries, in bytes."""
         return self._bounds.total.prompt_bytes
 
     def join(self, pool: str, waiter: Waiter) -> QueueEntry:
-        """Add a request to its pool's subqueue, and wake it immediately if it becomes the head.
+        """Add a request to its pool's subqueue, and wake it immediately if it is first in line.
 
         Raises:
-            QueueFull: a bound is reached, and no queued request may be evicted instead.
+            QueueFull: the queue is full, and no queued request may be evicted instead.
         """
         for evicted in self._bounds.make_room(waiter):
             evicted.is_evicted = True
@@ -157,7 +161,7 @@ class RequestQueue:
         return entry
 
     def remove(self, entry: QueueEntry, served: bool = False) -> None:
-        """Remove an entry if it is still queued, and wake the pool's heads if it was a head."""
+        """Remove an entry if it is still queued. If it was a head, wake all heads of its pool."""
         if entry.place.number in self._entries:
             self._bounds.remove(entry)
             self._leave_line(entry, served)
@@ -182,15 +186,15 @@ class RequestQueue:
     def ahead(
         self, priority: int, entry: QueueEntry | None = None, adapter: str = ""
     ) -> Mapping[str, int]:
-        """Return the bytes that earlier requests are waiting for, by pool.
+        """Return how many bytes earlier requests are waiting for, by pool.
 
-        Only subqueues that compete for all of the request's engines are counted. A pool in which
-        the request is next is left out. All requests with the same priority count as earlier,
-        because each arrival may change their order.
+        Only subqueues whose requests can use all of the engines that this request can use are
+        counted. Pools in which the request is next are omitted. Requests with the same priority all
+        count as earlier, because each arrival may change their order.
 
         Args:
             entry: the request's place, or None if the request is not in the queue.
-            adapter: the request's adapter, as in `Waiter`.
+            adapter: the adapter that the request needs if some engines lack it (empty otherwise).
         """
         result: dict[str, int] = {}
         for head in self._heads_before(entry, adapter):
@@ -207,11 +211,11 @@ class RequestQueue:
         return self._entries[place.number] if place else None
 
     def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[LineKey, int]:
-        """Return the bytes that earlier requests for other adapters are waiting for, by subqueue.
+        """Return the bytes to leave free for earlier requests with other adapters, by subqueue.
 
-        Only the head of each subqueue counts. Later requests should leave this memory free on the
-        engines that have the head's adapter. A value of 0 means that the head must no longer be
-        overtaken.
+        Only the first request (the head) of each subqueue counts, and its memory should be left
+        free on the engines that have its adapter. A value of 0 means that this head must not be
+        overtaken again.
         """
         keys = [key for key in self._lines if key[1] not in ("", adapter)]
         return {
@@ -220,10 +224,10 @@ class RequestQueue:
         }
 
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
-        """Return the bytes of the smallest subqueue head that a request may overtake, by pool.
+        """Return the size in bytes of the smallest head that the request may overtake, by pool.
 
-        A request overtakes a head by backfill. The pools are the same as in `ahead`, except those
-        with a head that must no longer be overtaken.
+        The request may overtake a subqueue's head by backfill. The pools are the same as in
+        `ahead`, but pools are omitted if one of their heads must not be overtaken again.
         """
         sizes: dict[str, int] = {}
         full = set()
@@ -236,7 +240,7 @@ class RequestQueue:
     def on_passed(
         self, pool: str, entry: QueueEntry | None, adapters: Collection[str] = ()
     ) -> None:
-        """Record which subqueue heads a request overtakes by taking memory on an engine.
+        """Record which subqueue heads are overtaken when a request gets memory on an engine.
 
         Args:
             pool: the engine's pool.
@@ -251,21 +255,20 @@ class RequestQueue:
         self.passed += bool(passed)
 
     def _is_full(self, head: QueueEntry) -> bool:
-        """Return whether a subqueue's head was overtaken as often as the configuration allows."""
+        """Return whether a head has been overtaken as often as the configuration allows."""
         return head.num_passed >= self._section.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
-        """Yield the subqueue heads ahead of a request that compete for all of its engines."""
+        """Yield the subqueue heads that come before a request and may use any of its engines."""
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
-        """Yield the heads of the given subqueues that are served before an entry.
+        """Yield those heads of the given subqueues that are served before an entry.
 
-        The heads of other pools always count as being served first.
+        Heads in other pools always count as served before it.
 
         Args:
-            entry: the entry of a request, or None if the request is not queued and comes after all
-                others.
+            entry: a request's entry, or None if the request is not queued and therefore comes last.
             keys: the keys of the subqueues.
         """
         for key in keys:
@@ -280,7 +283,7 @@ class RequestQueue:
                 yield head
 
     def wake_followers(self, head: QueueEntry, available: int) -> None:
-        """Wake requests behind a subqueue's blocked head if they need at most `available` bytes.
+        """Wake requests behind a blocked head that could overtake it with `available` bytes.
 
         Args:
             available: free bytes on the engine that has the most free memory in the pool.
@@ -315,7 +318,7 @@ class RequestQueue:
             self._entries[line.head.number].wake()
 
     def check_integrity(self) -> None:
-        """Assert that the subqueues and the bounds are consistent with the entries."""
+        """Assert that the subqueues and the resource totals are consistent with the entries."""
         assert len(self) == sum(map(len, self._lines.values()))
         assert len(self) == self._bounds.total.requests
         self._bounds.check_integrity()

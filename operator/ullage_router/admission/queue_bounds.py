@@ -1,9 +1,9 @@
-"""Bounds the queue, and evicts requests when a bound is reached.
+"""Limits the queue's size, and evicts requests when a limit is reached.
 
-The queue bounds the number of requests, their predicted KV bytes, and the router memory of their
-prompts. When a bound is reached, tenants share it in proportion to their weights: a new request
-evicts the least urgent request of the tenant that uses the most relative to its weight. A request
-may also evict a request with a lower priority from any tenant.
+There are limits on the number of requests, on their predicted KV bytes, and on the router memory of
+their prompts. When a limit is reached, tenants share the queue in proportion to their weights: a
+new request evicts the least urgent request of the tenant that uses the most relative to its weight.
+A request may also evict a lower-priority request of any tenant.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ MAX_EVICTED = 8
 """Maximum number of requests that one new request may evict."""
 
 _EvictionKey = tuple[int, float, int, "QueueEntry"]
-"""A tuple (priority, -deadline, -number, entry).
+"""An entry's eviction order: (priority, -deadline, -number, entry).
 
-The entry with the smallest key is evicted first.
+The entry with the smallest tuple is evicted first. `number` increases with each arrival.
 """
 
 
@@ -32,7 +32,7 @@ class QueueFull(Exception):
 
 
 class Amounts(NamedTuple):
-    """The amount of each bounded resource that a set of queue entries uses."""
+    """The amount of each limited resource that a set of queue entries uses."""
 
     requests: int = 0
     size: int = 0
@@ -41,7 +41,7 @@ class Amounts(NamedTuple):
     """Router memory that the entries' prompts use, in bytes."""
 
     def plus(self, waiter: "Waiter", sign: int = 1) -> "Amounts":
-        """Return the amounts after a request is added, or removed if `sign` is -1."""
+        """Return the amounts with a request added, or removed if `sign` is -1."""
         return Amounts(
             self.requests + sign,
             self.size + sign * waiter.size,
@@ -58,31 +58,31 @@ class _Holding:
     entries: "SortedList[_EvictionKey]" = field(default_factory=SortedList)
 
     def shares(self, tenant: str) -> "Iterator[tuple[float, str]]":
-        """Yield (amount used divided by the tenant's weight, tenant) for each bound."""
+        """Yield (amount used divided by the tenant's weight, tenant) for each limited resource."""
         for amount in self.amounts:
             yield amount / self.weight, tenant
 
 
 class QueueBounds:
-    """Tracks how much of each bound the queue entries use, and selects entries for eviction.
+    """Tracks how much of each limited resource the queue uses, and selects entries for eviction.
 
     Args:
-        section: the configured bounds, which apply to all pools together.
+        section: the configured limits, which apply to all pools together.
     """
 
     def __init__(self, section: QueueSection) -> None:
         self._limits = (section.max_requests, section.max_bytes, section.max_prompt_bytes)
         self.total = Amounts()
-        """Resources that all entries use together."""
+        """Resources in use by all entries together."""
         self._holdings: dict[str, _Holding] = {}
-        """Each tenant's entries, by tenant name."""
+        """Each tenant's entries and their total amounts, by tenant name."""
         self._entries: SortedList[_EvictionKey] = SortedList()
         """All entries, in the order in which they would be evicted."""
         self._shares = [SortedList[tuple[float, str]]() for _ in Amounts()]
-        """For each bound, the sorted (amount used / weight, tenant) tuples of all tenants."""
+        """For each limited resource, all tenants' (amount used / weight, tenant) pairs, sorted."""
 
     def add(self, entry: "QueueEntry") -> None:
-        """Count an entry against the bounds."""
+        """Include an entry in the resource totals."""
         waiter = entry.waiter
         holding = self._holdings.setdefault(waiter.tenant, _Holding(waiter.weight))
         if holding.entries:
@@ -96,7 +96,7 @@ class QueueBounds:
         self._add_shares(waiter.tenant, holding)
 
     def remove(self, entry: "QueueEntry") -> None:
-        """Stop counting an entry against the bounds."""
+        """Remove an entry from the resource totals."""
         tenant = entry.waiter.tenant
         holding = self._holdings[tenant]
         self._remove_shares(tenant, holding)
@@ -112,10 +112,11 @@ class QueueBounds:
             del self._holdings[tenant]
 
     def make_room(self, waiter: "Waiter") -> "list[QueueEntry]":
-        """Choose entries to evict so that a new request fits, and stop counting them.
+        """Choose entries to evict so that a new request fits, and subtract them from the totals.
 
         Raises:
-            QueueFull: too few entries may be evicted. All entries remain counted.
+            QueueFull: the request does not fit even after the allowed evictions. All entries remain
+                counted.
         """
         evicted: list[QueueEntry] = []
         while (bound := self._exceeded(waiter)) is not None:
@@ -129,22 +130,22 @@ class QueueBounds:
         return evicted
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes that each tenant's requests are waiting for."""
+        """Return the predicted KV bytes of each tenant's queued requests."""
         return {tenant: holding.amounts.size for tenant, holding in sorted(self._holdings.items())}
 
     def _exceeded(self, waiter: "Waiter") -> int | None:
-        """Return the index of a bound that a new request would exceed, or None if there is room."""
+        """Return the index of a limit that a new request would exceed, or None if there is room."""
         pairs = zip(self.total.plus(waiter), self._limits, strict=True)
         return next((i for i, (amount, limit) in enumerate(pairs) if amount > limit), None)
 
     def _victim(self, waiter: "Waiter", bound: int) -> "QueueEntry | None":
         """Return the entry to evict for a new request, or None if no entry may be evicted.
 
-        The first candidate is the least urgent entry of the tenant that uses the most of the bound
-        relative to its weight. It is evicted if its priority is lower than the new request's. If
-        the priorities are equal, it is evicted only if its tenant would still use at least as much,
-        relative to its weight, as the new request's tenant. Otherwise, the entry with the lowest
-        priority of all tenants is evicted, if the new request has a higher priority.
+        The first candidate is the least urgent entry of the tenant that uses the most of the
+        limited resource relative to its weight. It is evicted if its priority is lower than the new
+        request's. If the priorities are equal, it is evicted only if its tenant would still use at
+        least as much, relative to its weight, as the new request's tenant. Otherwise, the
+        lowest-priority entry of all tenants is evicted if the new request has a higher priority.
         """
         if not self._entries:
             return None
@@ -174,7 +175,7 @@ class QueueBounds:
             shares.remove(share)
 
     def check_integrity(self) -> None:
-        """Assert that the totals and the per-tenant amounts are consistent with the entries."""
+        """Assert that the overall and per-tenant totals are consistent with the entries."""
         waiters = [entry.waiter for *_, entry in self._entries]
         assert self.total.requests == len(waiters)
         assert self.total.size == sum(waiter.size for waiter in waiters)

@@ -1,7 +1,7 @@
-"""Holds requests for pools that are scaled to zero until an engine has started.
+"""Holds requests for pools that are scaled to zero until an engine starts.
 
-The number of held requests is bounded. While requests are held, the router reports demand for their
-pools, and the operator starts an engine.
+The number of held requests is limited. While requests are held, the router reports demand for their
+pools, which prompts the operator to start an engine.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from ullage_router.policy.placement import home_of, is_large, room_of
 RESOLVE_INTERVAL_S = 0.5
 """Seconds between DNS look-ups while requests are held."""
 WANTED_S = 15.0
-"""Seconds for which the router keeps reporting demand after it could not hold a request."""
+"""Seconds for which the router keeps reporting demand after it had to refuse a request."""
 
 
 class ColdStartQueue:
-    """Holds a bounded number of requests for pools that are scaled to zero.
+    """Holds a limited number of requests for pools that are scaled to zero.
 
     Args:
-        section: the bounds on held requests.
+        section: the limits on held requests.
         is_scaled_to_zero: returns whether a pool may be scaled to zero and has no ready engine.
-        resolve_engines: requests a DNS look-up of engines, which is rate-limited.
+        resolve_engines: requests a rate-limited DNS look-up of the engines.
     """
 
     def __init__(
@@ -49,29 +49,30 @@ class ColdStartQueue:
         """Time of the last request that could not be held, by pool."""
         self._changed = asyncio.Event()
         self._refusal: ServiceError | None = None
-        """The error for all requests while they are refused, or None while they may be held."""
+        """The error with which to refuse all requests, or None while requests may be held."""
         self.is_closed = False
-        """Whether the router is stopping and therefore holds no new requests."""
+        """Whether the router is shutting down and therefore holds no new requests."""
         self.held_bytes = 0
-        """Router memory that held requests use, in bytes."""
+        """Router memory in use by held requests, in bytes."""
         self.counts = {"held": 0, "woken": 0, "refused": 0, "expired": 0}
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
 
     def held(self, pool: str) -> int:
-        """Return the number of requests that are held until an engine of this pool has started."""
+        """Return the number of requests that are waiting for an engine in this pool to start."""
         return len(self._held.get(pool, ()))
 
     def request_wake(self, pool: str) -> None:
-        """Record demand for a pool from a request that cannot be held."""
+        """Record demand for a pool on behalf of a request that cannot be held."""
         self._requested[pool] = time.monotonic()
         self._notify()
 
     def wanted(self, pool: str) -> int:
-        """Return the demand for a pool, which is its number of held requests.
+        """Return the demand for a pool, which is the number of requests held for it.
 
-        If no request is held, the demand is 1 for a while after a request that could not be held.
+        If no request is held, the demand stays at 1 for a while after a request that could not be
+        held.
         """
         requested = self._requested.get(pool)
         is_recent = requested is not None and time.monotonic() - requested <= WANTED_S
@@ -85,8 +86,8 @@ class ColdStartQueue:
             held_s: seconds for which the request has already been held.
 
         Raises:
-            ServiceError: too many requests are held, no engine started in time, or the router
-                stops.
+            ServiceError: too many requests are held, no engine started in time, or the router is
+                shutting down.
         """
         self._check(pool, size)
         future = asyncio.get_running_loop().create_future()
@@ -101,13 +102,13 @@ class ColdStartQueue:
             self.held_bytes -= size
 
     def on_engines_change(self) -> None:
-        """Release the held requests of pools that now have a ready engine."""
+        """Resume the held requests of pools that now have a ready engine."""
         for pool, futures in self._held.items():
             if futures and not self._is_scaled_to_zero(pool):
                 _resolve(futures, True)
 
     def refuse_with(self, error: ServiceError | None) -> None:
-        """Refuse all requests, including held ones, with an error, or stop refusing if None."""
+        """Refuse all requests with an error, including held ones, or accept them again if None."""
         self._refusal = error
         if error:
             self._requested.clear()
@@ -124,7 +125,7 @@ class ColdStartQueue:
             _resolve(futures, False)
 
     async def wait_until_wanted(self, pools: Iterable[str], within_s: float) -> None:
-        """Wait until there is demand for a pool, `within_s` has passed, or the router stops."""
+        """Wait until a pool is in demand, `within_s` has elapsed, or the router is closing."""
         end = time.monotonic() + within_s
         while not self.is_closed and not any(map(self.wanted, pools)):
             self._changed.clear()
@@ -135,7 +136,7 @@ class ColdStartQueue:
                 return
 
     def as_json(self) -> Mapping[str, object]:
-        """Return the counts of held and refused requests for /stats."""
+        """Return the numbers of held and refused requests, and the limits, for /stats."""
         return {
             "held": len(self),
             "held_bytes": self.held_bytes,
@@ -197,9 +198,10 @@ def empty_home(
     scaled_to_zero: frozenset[str],
     policy: RoutingPolicy,
 ) -> str:
-    """Return the pool in which the request would normally run, if that pool is scaled to zero.
+    """Return the pool that a request needs but that is scaled to zero, or an empty string.
 
-    Otherwise, return an empty string.
+    This is the pool in which the request would normally run. The result is empty if that pool has a
+    ready engine, or if the request fits in no pool.
 
     Args:
         views: the running engines, and the last known engine of each empty pool.
@@ -224,7 +226,7 @@ class ScaleToZero:
     """Holds requests for pools without engines, and remembers each pool's last engine.
 
     Args:
-        config: the pools that may be scaled to zero, and the bounds.
+        config: the pools that may be scaled to zero, and the limits on held requests.
         engines: the engines of all pools.
         admission: predicts how much memory requests need.
     """
@@ -249,7 +251,7 @@ class ScaleToZero:
         return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call) -> None:
-        """Hold the request until an engine has described the model, so that it can be tokenised.
+        """Hold the request until an engine has described the model, which is needed to tokenise it.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -265,7 +267,7 @@ class ScaleToZero:
     async def wait_for_pool(self, call: Call, proceed: Handler) -> ResponseStream:
         """Hold the request until its pool has an engine, and then run it.
 
-        If the pool loses its engine before the request starts, the request is held once more.
+        If the pool loses its engine before the request starts, hold the request once more.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -319,7 +321,7 @@ class ScaleToZero:
         return was_held
 
     def _remembered(self, empty: frozenset[str]) -> list[EngineView]:
-        """Return a view of each empty pool's last engine, as if that engine were idle."""
+        """Return a view of the last known engine of each empty pool, as if the engine were idle."""
         now = time.monotonic()
         last = (self._engines.last(pool) for pool in empty)
         views = [engine.view(now) for engine in last if engine]

@@ -1,10 +1,11 @@
-"""Tries the steps of a cascade in order until a step gives an acceptable answer.
+"""Tries the steps of a cascade in order until one of them produces an acceptable answer.
 
-The first tokens of a step's answer are buffered and judged. The answer is discarded if these tokens
-are too uncertain, or if the step refuses, fails or exceeds its share of the time limit. Then the
-next step is tried. The last step is not judged: the client gets its answer or its error unchanged.
+The first tokens of a step's answer are buffered and judged. The answer is discarded if the model
+was too uncertain about these tokens, or if the step refuses, fails or exceeds its fraction of the
+time limit. The next step is then tried. The last step is not judged: the client gets its answer or
+error unchanged.
 
-A step may be another service's router (`peer.py`).
+A step may be run by the router of another service (`peer.py`).
 """
 
 import asyncio
@@ -26,18 +27,19 @@ from ullage_router.policy.cascade import HELD_SHARE, Confidence, Plan, ServiceLo
 from ullage_router.policy.decision import Attempt, Decision, Outcome
 
 REFUSALS = frozenset({400, 401, 403, 404, 413, 429, 503})
-"""HTTP statuses that count as a refusal by a step. All other error statuses count as a failure."""
+"""HTTP statuses that count as a refusal by a cascade step. All other errors count as failures."""
 
 
 class Cascade:
     """Runs requests through the configured steps, and counts the outcomes of each step.
 
     Args:
-        policy: The steps, and the conditions for moving on to the next step.
+        policy: The steps, and when to move on to the next step.
         load: Returns the current load of this service's engines.
-        on_attempt: Called with each attempt when it has ended, or when its answer is released to
+        on_attempt: Called with each attempt once it has ended or its answer has been released to
             the client.
-        grace_s: Seconds for which other services' answers may continue when certificates change.
+        grace_s: Seconds that running answers from other services have to finish when certificates
+            change.
     """
 
     def __init__(
@@ -79,14 +81,15 @@ class Cascade:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))
 
     async def run(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Run the steps, and return the first answer that may be sent to the client.
+        """Run the steps in order, and return the first acceptable answer.
 
         Args:
             call: The request.
             proceed: Starts an answer on this service's own engines.
 
         Raises:
-            ServiceError: The last step refused or failed, or cascades form a loop.
+            ServiceError: The last step refused or failed, or the cascades of several services form
+                a loop.
         """
         _check_path(call.path, self.policy.name)
 
@@ -115,13 +118,13 @@ class Cascade:
         return self._peers[step].ask if step in self._peers else own
 
     def on_end(self, attempt: Attempt) -> None:
-        """Count an attempt that has ended, or whose answer was released to the client."""
+        """Count an attempt that has ended or whose answer was released to the client."""
         self._counts[attempt.step, attempt.outcome] += 1
         self._discarded[attempt.step] += attempt.discarded_tokens
         self._on_attempt(attempt)
 
     def snapshot(self) -> list[dict[str, object]]:
-        """Return each step's outcomes and discarded tokens, for /stats."""
+        """Return the outcome counts and discarded tokens of each step, for /stats."""
         return [
             {
                 "step": step.name,
@@ -138,8 +141,8 @@ class BufferedAnswer:
 
     Args:
         stream: The answer's stream, as the step returned it.
-        with_logprobs: Whether the client requested log probabilities. If not, they are used only
-            for the judgement, and are removed before events reach the client.
+        with_logprobs: Whether the client requested log probabilities. If not, they are used only to
+            judge the answer, and are removed before events reach the client.
     """
 
     def __init__(self, stream: ResponseStream, with_logprobs: bool) -> None:
@@ -190,7 +193,7 @@ class BufferedAnswer:
         self._stream.close()
 
     async def discard(self) -> None:
-        """Close the answer without reading the rest, and wait until its generator has closed."""
+        """Close the answer without reading the rest, and wait until its generator has finished."""
         self._stream.close()
         aclose = getattr(self._coming, "aclose", None)
         if aclose is not None:
@@ -198,7 +201,7 @@ class BufferedAnswer:
                 await aclose()
 
     def _visible(self, event: Event) -> Event:
-        """Return the event without log probabilities that the client did not request."""
+        """Return the event, stripped of log probabilities unless the client requested them."""
         if self._with_logprobs or not event.delta.logprobs:
             return event
         bare = Event()  # a copy, since other clients may share the event and want its logprobs
@@ -208,7 +211,7 @@ class BufferedAnswer:
 
 
 class _Run:
-    """One request's run through the steps of the cascade."""
+    """Runs one request through the steps of the cascade."""
 
     def __init__(self, cascade: Cascade, call: Call, own: Handler, chosen: Plan) -> None:
         self._cascade = cascade
@@ -236,7 +239,7 @@ class _Run:
         return await self._finally(last)
 
     async def drop_rest(self) -> None:
-        """Cancel every started step whose answer is not used, even if this task is cancelled."""
+        """Cancel every started step whose answer is not needed, even if this task is cancelled."""
         # First end all of them, without a pause in which a cancellation could leave one running.
         for task in self._tasks.values():
             _end(task)
@@ -250,7 +253,7 @@ class _Run:
             self._tasks[step] = asyncio.create_task(self._begin(step, call))
 
     def _call_of(self, step: int) -> Call:
-        """Return a copy of the call for one step, with a separate decision log."""
+        """Return a copy of the call for one step, with its own decision log."""
         request = self._call.request
         # A judged step needs log probabilities, even where the client did not ask for them.
         if self._is_judged(step) and not request.output.HasField("top_logprobs"):
@@ -314,7 +317,7 @@ class _Run:
     def _release(
         self, step: int, answer: BufferedAnswer, confidence: Confidence | None = None
     ) -> BufferedAnswer:
-        """Record that the client gets this step's answer, and return the answer."""
+        """Record that the client gets this step's answer, and return that answer."""
         del self._tasks[step]
         self._adopt_decision(step)
         is_fallback = self._plan.reason == "PEAK" and step == self._plan.steps[0]
@@ -322,7 +325,7 @@ class _Run:
         return answer
 
     async def _drop(self, step: int) -> BufferedAnswer | None:
-        """Cancel a step, and return its discarded answer, or None if no answer had started."""
+        """Cancel a step, and return the answer to discard, or None if no answer had started."""
         task = self._tasks.pop(step)
         _end(task)
         (answer,) = await asyncio.gather(task, return_exceptions=True)
@@ -353,13 +356,13 @@ class _Run:
         self._cascade.on_end(attempt)
 
     def _adopt_decision(self, step: int) -> None:
-        """Use a step's decision as the request's decision, but keep the recorded attempts."""
+        """Adopt a step's decision as the request's decision, but keep the recorded attempts."""
         decisions = self._call.decisions
         decisions.adopt(self._calls[step].decisions.latest, attempts=decisions.latest.attempts)
 
 
 def _end(task: asyncio.Task[BufferedAnswer]) -> None:
-    """Cancel a step's task, and close the answer if the task has already returned one."""
+    """Cancel a step's task, and close its answer if the task has already returned one."""
     task.cancel()
     task.add_done_callback(_close)
 

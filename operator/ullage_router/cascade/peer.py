@@ -1,6 +1,6 @@
-"""Another service's router, used as a step of a cascade.
+"""Another service's router as a step of a cascade.
 
-The cascade is an ordinary gRPC client of the other router. It connects in plaintext or over TLS,
+To the other router, the cascade is an ordinary gRPC client. It connects in plaintext or over TLS,
 and authenticates with the client's key or with this service's key.
 """
 
@@ -92,7 +92,7 @@ class PeerRouter:
     Args:
         step: The router's address, and the folders of the certificates and the key.
         name: The name of the cascade that sends the requests.
-        grace_s: Seconds for which running answers may continue when the certificate changes.
+        grace_s: Seconds that running answers have to finish when the certificate changes.
     """
 
     def __init__(self, step: StepSection, name: str, grace_s: float) -> None:
@@ -132,7 +132,7 @@ class PeerRouter:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _reconnect(self) -> None:
-        """Close the channel, so that the next request opens a channel with the new certificate."""
+        """Close the channel, so that the next request opens a new one with the new certificate."""
         if self._channel:
             task = asyncio.create_task(self._channel.close(self._grace_s))
             self._closing.add(task)
@@ -151,7 +151,7 @@ class PeerRouter:
         return self._channel
 
     async def ask(self, call: Call) -> ResponseStream:
-        """Send the request, and return the answer once the other service has accepted the request.
+        """Send the request, and return its answer once the other service has accepted the request.
 
         Args:
             call: The copy of the request for this step.
@@ -195,7 +195,7 @@ class PeerRouter:
 
 
 class _PeerStream:
-    """An answer from another router, which has accepted the request."""
+    """An answer from another router that has accepted the request."""
 
     def __init__(self, stream: EventStream, accepted: inference_pb2.Accepted) -> None:
         self.accepted = accepted
@@ -203,7 +203,7 @@ class _PeerStream:
         self._stream = stream
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield the other router's events, or a final timeout event if the deadline passes."""
+        """Yield the other router's events, followed by a timeout event if the deadline passes."""
         while (event := await self._next()) is not None:
             self.output_tokens += event.delta.num_tokens
             if event.HasField("finished"):
@@ -236,11 +236,11 @@ class _PeerStream:
 
 
 def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
-    """Return the request to send, without this service's model name or a high priority.
+    """Return the request to send to the other service, without a model name or a high priority.
 
-    With a high priority, the request would overtake the other service's own clients, or be refused
-    if the key's tenant may not use that priority. A low priority is kept, because low-priority work
-    should yield everywhere.
+    This service's model name means nothing to the other service. A high priority would let the
+    request overtake the other service's own clients, or get it refused if its tenant may not use
+    that priority. A low priority is kept, because low-priority work should yield everywhere.
     """
     request = inference_pb2.GenerateRequest()
     request.CopyFrom(call.request)
@@ -251,7 +251,7 @@ def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
 
 
 async def _read(stream: EventStream) -> Event | None:
-    """Return the stream's next message, or None at its end.
+    """Return the stream's next message, or None at the end of the stream.
 
     Raises:
         ServiceError: The RPC failed.

@@ -1,8 +1,8 @@
 """The connection to one engine: a gRPC channel with one stream that carries all requests.
 
-A connection can be replaced while answers are being streamed, for example when certificates change.
-The new channel replaces the old one immediately, but new requests use the old stream until the new
-stream is open. Answers on the old stream have a grace period to finish.
+A connection can be replaced while it streams answers, for example when certificates change. The new
+channel replaces the old one immediately, but new requests use the old stream until the new stream
+is open. Answers on the old stream get a grace period in which to finish.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ class EngineConnection:
     Args:
         address: `ip:port` of the engine.
         dial: opens a channel to an address. The second argument selects plaintext.
-        on_stream_change: called when the stream is opened or lost.
-        on_replaced: called when a new channel or stream replaces the current one.
+        on_stream_change: called when the stream has been opened or lost.
+        on_replaced: called when a new channel or stream has replaced the current one.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class EngineConnection:
         self._on_stream_change = on_stream_change
         self._on_replaced = on_replaced
         self._is_plaintext = False
-        """Whether the engine was found to use plaintext, if both plaintext and TLS are allowed."""
+        """Whether the engine turned out to use plaintext, if both plaintext and TLS are allowed."""
         self._previous: Multiplexer | None = None
         """The previous channel's stream, kept until the current channel's stream is open."""
         self._retiring: set[asyncio.Task[None]] = set()
@@ -53,7 +53,7 @@ class EngineConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether new requests can be sent, on the current or the previous stream."""
+        """Whether new requests can be sent on either the current or the previous stream."""
         previous = self._previous
         return self._multiplexer.is_open or (previous is not None and previous.is_open)
 
@@ -64,11 +64,11 @@ class EngineConnection:
 
     @property
     def lacks_stream(self) -> bool:
-        """Whether the engine does not serve a Multiplex stream and therefore gets no requests."""
+        """Whether the engine does not implement Multiplex, so that it cannot get requests."""
         return self._multiplexer.is_missing and not self.is_open
 
     async def open_stream(self) -> None:
-        """Wait until the stream is open, or until the engine is found not to serve Multiplex."""
+        """Wait until the stream is open or the engine turns out not to implement Multiplex."""
         await self._multiplexer.open()
 
     def call(
@@ -78,7 +78,7 @@ class EngineConnection:
         metadata: Metadata,
         flow: FlowControl,
     ) -> Source | None:
-        """Send a request and return the source of its responses, or None if no stream is open."""
+        """Send a request and return its stream of responses, or None if no stream is open."""
         if self._multiplexer.is_open:
             return self._multiplexer.call(request, timeout_s, metadata, flow)
         if self._previous and self._previous.is_open:
@@ -98,12 +98,12 @@ class EngineConnection:
         self.replace(0, starts_stream)
 
     def replace(self, grace_s: float, starts_stream: bool) -> None:
-        """Replace the channel, and let answers on the old channel finish within a grace period.
+        """Replace the channel, but let answers on the old channel finish within a grace period.
 
         Args:
             grace_s: seconds that answers on the old channel have to finish.
-            starts_stream: whether to open the new channel's stream immediately. For an engine that
-                has not described its model yet, the stream is opened after the description.
+            starts_stream: whether to open the new channel's stream immediately. If the engine has
+                not described its model yet, the stream is opened once it has.
         """
         channel = self._channel
         previous = self._multiplexer
@@ -121,7 +121,7 @@ class EngineConnection:
     async def _retire(
         self, channel: grpc.aio.Channel, previous: Multiplexer, grace_s: float
     ) -> None:
-        """Close an old channel when its answers have finished, or after `grace_s` at the latest."""
+        """Close an old channel once its answers have finished, or after `grace_s` at the latest."""
         if previous.is_open:
             await self._multiplexer.open()
         previous.retire()

@@ -11,7 +11,7 @@ from ullage_common.process.addresses import NO_RECORDS, by_best_family, is_ip
 from ullage_router.policy.facts import Side
 
 SLOW_RESOLVE_S = 1.0
-"""Seconds after which a slow DNS look-up no longer delays the results for other pools."""
+"""Seconds after which a slow DNS look-up no longer delays the results of other look-ups."""
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class PoolAddresses(NamedTuple):
     addresses: set[str]
     """Address of each engine, as `ip:port` or `[ip]:port`."""
     is_complete: bool
-    """Whether all look-ups succeeded. If not, addresses missing here may still be in use."""
+    """Whether all look-ups succeeded. If not, engines may still exist at addresses missing here."""
 
 
 class PoolLookups:
@@ -38,7 +38,7 @@ class PoolLookups:
         self._stable = tuple(pools)
         self._canary: tuple[PoolSection, ...] = ()
         self._running: dict[tuple[Side, PoolSection], asyncio.Task[tuple[set[str], bool]]] = {}
-        """Look-ups that are running or whose results have not been read yet."""
+        """Look-ups that are still running or whose results have not been read yet."""
 
     @property
     def canary_pools(self) -> frozenset[str]:
@@ -50,9 +50,9 @@ class PoolLookups:
         self._canary = tuple(pools)
 
     async def answers(self) -> AsyncIterator[PoolAddresses]:
-        """Look up every pool, and yield the results that arrive within SLOW_RESOLVE_S.
+        """Look up every pool, and yield the results that arrive within SLOW_RESOLVE_S seconds.
 
-        Slower results are yielded by a later call.
+        A slower look-up keeps running, and a later call yields its result.
         """
         for side, pool in self._wanted():
             if (side, pool) not in self._running:
@@ -89,8 +89,8 @@ async def _resolve_all(targets: Iterable[str]) -> tuple[set[str], bool]:
 async def resolve(target: str) -> set[str] | None:
     """Return the addresses of a `host:port` target, or None if the look-up fails.
 
-    Each A record gives an `ip:port` address. If there are no A records, each AAAA record gives an
-    `[ip]:port` address. The two record types are never mixed, because an engine may have both.
+    A records yield `ip:port` addresses. AAAA records, which yield `[ip]:port` addresses, are used
+    only if there are no A records, because an engine with both would otherwise appear twice.
     """
     host, _, port = target.rpartition(":")
     if is_ip(host):

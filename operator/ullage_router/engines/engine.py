@@ -33,13 +33,13 @@ HEARTBEAT_S = 1.0
 STALE_AFTER_S = 3 * HEARTBEAT_S
 """Seconds without a report after which an engine gets no new requests."""
 HOPELESS_AFTER_S = 10 * HEARTBEAT_S
-"""Seconds without a report after which requests stop waiting for the engine to recover."""
+"""Seconds without a report after which requests stop waiting for the engine to come back."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 """Maximum seconds between two attempts to reopen an engine's report stream."""
 GET_MODEL_TIMEOUT_S = 30.0
 _CERTIFICATE_REFUSALS = ("handshake failed", "Verification Check failed")
-"""Substrings of gRPC error messages that mean one side rejected the other side's certificate."""
+"""Substrings of gRPC error messages showing that one side rejected the other's certificate."""
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class EngineOwner(Protocol):
         """Whether some engines may use TLS while others use plaintext."""
 
     def on_change(self) -> None:
-        """Handle a new report, the loss of an engine, or a released reservation."""
+        """Handle a new report, the loss of an engine, or the release of a reservation."""
 
     def on_loss(self, engine: "Engine") -> None:
         """Handle the end of an engine's reports. The engine may come back at another address."""
@@ -65,7 +65,7 @@ class EngineOwner(Protocol):
         """Handle the restart of an engine, which empties its caches."""
 
     def on_state_change(self, engine: "Engine") -> None:
-        """Handle an event that may change whether an engine accepts requests."""
+        """Handle an event that may change whether an engine can accept requests."""
 
     def on_load_change(self, engine: "Engine") -> None:
         """Handle an engine that has become idle or busy."""
@@ -81,7 +81,7 @@ class EngineOwner(Protocol):
         """Number of engines that may send reports to this router."""
 
     def has_another(self, engine: "Engine") -> bool:
-        """Return whether any engine other than the given one is ready."""
+        """Return whether there is a ready engine other than the given engine."""
 
     def dial(self, address: str, is_plaintext: bool) -> grpc.aio.Channel:
         """Open a channel to an engine with the current credentials.
@@ -95,7 +95,7 @@ class EngineOwner(Protocol):
 
 
 class WrongModel(Exception):
-    """Raised when an engine serves a different model, or a model that the router cannot use."""
+    """Raised if an engine serves a different model, or a model that the router cannot use."""
 
 
 class Engine:
@@ -103,11 +103,11 @@ class Engine:
 
     Args:
         address: the engine's address, as `ip:port`.
-        pool: the configured pool that the engine belongs to.
+        pool: the configured pool to which the engine belongs.
         model_name: the model that the engine must serve.
         breaker: settings of the engine's circuit breaker.
-        owner: the object that handles the engine's changes.
-        side: the engine's side of a rollout, stable or canary.
+        owner: the object to notify when the engine changes.
+        side: whether the engine is a stable or a canary engine in a rollout.
     """
 
     def __init__(
@@ -134,37 +134,38 @@ class Engine:
         """The pool's label in headers and metrics (`route_of`), initially the pool's name."""
         self.model: Model | None = None
         self._described_epoch: int | None = None
-        """Epoch of the engine's server (new after each restart) when it last described its model.
+        """The engine server's epoch at the time of its last model description.
 
-        None until the engine has described its model.
+        Each restart of the server starts a new epoch. None until the engine has described its
+        model.
         """
         self._profile = MemoryProfile(1, ())
         self.adapters: frozenset[str] = frozenset()
         """Names of the adapters that the engine serves."""
         self.described_adapters: tuple[inference_pb2.Adapter, ...] = ()
-        """Descriptions of the adapters that the engine serves."""
+        """The full descriptions of the adapters that the engine serves."""
         self._adapter_keys: dict[str, str] = {}
         """Keys that identify the exact version of each adapter, by adapter name."""
         self._reported_adapters: list[headroom_pb2.AdapterState] | None = None
-        """Adapters in the last report, or None if no report has listed any adapter yet.
+        """Adapters in the last report, or None if no report has listed any adapters yet.
 
-        An engine whose adapters never change does not list them in its reports.
+        Engines with a fixed set of adapters do not list them in their reports.
         """
 
         # The last report
         self.headroom: headroom_pb2.Headroom | None = None
         self.order = ReportSequence(side is Side.CANARY)
         self.numerics: Fingerprint = UNKNOWN
-        """Fingerprint of all settings that affect the exact numerical results of the engine."""
+        """Fingerprint of all settings that affect the engine's exact numerical results."""
         self.lost_unix = time.time()
-        """Unix time of the last event that may have interrupted answers.
+        """Unix time of the last event that may have interrupted answers on this engine.
 
         Initially, this is the time at which the engine was discovered.
         """
         self._reported_at = 0.0
         self._is_connected = False
         self._loss = ""
-        """Reason why no reports arrive (empty while they arrive)."""
+        """Why no reports arrive (empty while they do)."""
         self._releases: tuple[Release, ...] = ()
         self._step_seconds: tuple[float, ...] = ()
         self._reported_backlog = 0
@@ -182,13 +183,13 @@ class Engine:
 
         # The view, which is computed when a decision asks for it
         self._view: EngineView | None = None
-        """The cached view for decisions, or None if it must be rebuilt."""
+        """The cached view of the engine for decisions, or None if it must be rebuilt."""
         self._standing: EngineState | None = None
         """The cached result of `standing`, or None if it must be recomputed."""
         self._standing_until = 0.0
-        """Time at which the cached standing expires unless a report arrives first."""
+        """Time at which the cached standing expires, unless a report arrives first."""
         self._is_idle = False
-        """The value of `is_idle` that the owner was last notified of."""
+        """The value of `is_idle` that was last reported to the owner."""
 
         self._connection = EngineConnection(
             address, owner.dial, self._on_stream_change, self._on_state_change
@@ -199,9 +200,10 @@ class Engine:
         return asyncio.create_task(self._follow(), name=f"follow {self.address}")
 
     def reconnect(self, grace_s: float) -> None:
-        """Replace the channel, and give answers on the old channel `grace_s` seconds to finish.
+        """Replace the channel, but let answers on the old channel finish within `grace_s` seconds.
 
-        The last report stays valid, because the new channel delivers a report within milliseconds.
+        The last report remains valid in the meantime, because the new channel delivers a new report
+        within milliseconds.
         """
         self._task.cancel()
         self._connection.replace(grace_s, starts_stream=self.description is not None)
@@ -225,7 +227,7 @@ class Engine:
 
     @property
     def has_numerics(self) -> bool:
-        """Whether the engine has been ready and is still present, so that its numerics matter."""
+        """Whether the engine has been ready and is still present, so that its numerics count."""
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
         # A ready engine without a digest has an earlier release.
@@ -238,7 +240,7 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """Number of requests that are running on, waiting on, or on the way to the engine."""
+        """Number of requests that are running or waiting on the engine, or on their way to it."""
         return self._reported_load + self._credit.uncounted
 
     @property
@@ -248,7 +250,7 @@ class Engine:
 
     @property
     def reports(self) -> int:
-        """Number of reports received so far, which lets callers detect a new report."""
+        """Number of reports received so far. Callers compare it to detect a new report."""
         return self._credit.reports
 
     @property
@@ -270,19 +272,19 @@ class Engine:
 
     @property
     def trouble(self) -> str:
-        """Reason why the engine gets no requests (empty if there is none)."""
+        """Why the engine gets no requests (empty if nothing is wrong)."""
         lack = "serves no Multiplex stream; update the engine"
         out = self.headroom.not_ready_reason if self.headroom else ""
         return self._loss or out or (lack if self._connection.lacks_stream else "")
 
     @property
     def is_silent(self) -> bool:
-        """Whether the engine missed its heartbeats, for example because it exited or hangs."""
+        """Whether the engine has missed its heartbeats, for example because it exited or hangs."""
         return self.age_s > STALE_AFTER_S
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine can be removed because it left DNS, is silent and has no requests."""
+        """Whether the engine can be removed: it has left DNS, is silent and has no requests."""
         # A canary that left DNS need not fall silent: its address may soon be a stable engine's.
         is_stable = self.side is Side.STABLE
         is_reporting = is_stable and self._is_connected and self.age_s <= HOPELESS_AFTER_S
@@ -290,27 +292,27 @@ class Engine:
 
     @property
     def credit_bytes(self) -> int:
-        """Bytes reserved for requests that the engine's reports may not account for yet."""
+        """Bytes reserved for requests that the engine's reports may not reflect yet."""
         return self._credit.total
 
     @property
     def inflight(self) -> int:
-        """Number of requests that were sent to the engine and have not ended yet."""
+        """Number of requests that were sent to the engine and have not finished yet."""
         return self._credit.inflight
 
     @property
     def available(self) -> int:
-        """Reported headroom minus the reservations that it may not account for yet, in bytes."""
+        """Reported headroom minus the reservations that it may not reflect yet, in bytes."""
         return (self.headroom.headroom_bytes if self.headroom else 0) - self._credit.total
 
     @property
     def backlog_tokens(self) -> int:
-        """Number of prompt tokens that the engine must prefill before a new request's prompt."""
+        """Number of prompt tokens that the engine must prefill before it can start a new prompt."""
         return self._reported_backlog + self._credit.tokens
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine is healthy and has no prompts to prefill."""
+        """Whether the engine is healthy and has no prompts left to prefill."""
         return not self.backlog_tokens and self.health >= WELL
 
     @property
@@ -318,10 +320,10 @@ class Engine:
         return round(self._credit.prefill_pairs(self._reported_backlog))
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Return the prefill work ahead of a new prompt, in the unit of `balance.work`.
+        """Return the prefill work queued ahead of a new prompt, in the unit of `balance.work`.
 
-        For other routers' prompts, only the total number of tokens is known. The attention between
-        their tokens is therefore not counted.
+        For prompts from other routers, only the total number of tokens is known. Their attention
+        cost is therefore not included.
         """
         return self._prefill_pairs + mlp_products * self.backlog_tokens
 
@@ -329,7 +331,7 @@ class Engine:
     def standing(self) -> EngineState:
         """Whether the engine can be used now, may recover soon, or must be ignored.
 
-        An engine that has only recently fallen silent counts as recovering.
+        An engine that fell silent only recently counts as recovering.
         """
         match self.state:
             case "ready":
@@ -342,7 +344,7 @@ class Engine:
                 return EngineState.UNUSABLE
 
     def state_until(self, now: float) -> float:
-        """Return when the state changes if no report arrives, or infinity if it never changes.
+        """Return when the state will change if no report arrives, or infinity if it will not.
 
         Args:
             now: current time on the monotonic clock.
@@ -351,7 +353,7 @@ class Engine:
         return next((end for end in ends if end >= now), math.inf)
 
     def view(self, now: float) -> EngineView | None:
-        """Return the engine's view for `decide`, or None before the engine has described its model.
+        """Return the engine's view for `decide`, or None until the engine has described its model.
 
         Args:
             now: current time on the monotonic clock.
@@ -415,12 +417,12 @@ class Engine:
         metadata: Metadata,
         flow: FlowControl,
     ) -> Source:
-        """Send a request, and return the source of its responses.
+        """Send a request, and return the stream of its responses.
 
-        If the engine fails, reading from the source raises the error.
+        If the engine fails, reading from the stream raises the error.
 
         Raises:
-            ServiceError: the stream to the engine has just been lost.
+            ServiceError: the connection to the engine has just been lost.
         """
         call = self._connection.call(request, timeout_s, metadata, flow)
         if call is None:
@@ -428,7 +430,7 @@ class Engine:
         return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Return the unpaid reservations of one caller, and those of all callers together."""
+        """Return one caller's unpaid reservations here, and those of all callers combined."""
         return self._credit.held(holder), self._credit.held_by_all
 
     def reserve(
@@ -439,10 +441,10 @@ class Engine:
         Args:
             size: bytes to reserve.
             tokens: number of prompt tokens.
-            step_limit_s: slowest step time, in seconds, at which the request still finishes in
-                time.
-            holder: the caller if it does not pay for the reservation. It is empty if a tenant pays
-                or if this router sends the request.
+            step_limit_s: longest duration of a decoding step, in seconds, with which the request
+                still meets its deadline.
+            holder: the caller, if it does not pay for the reservation. Empty if a tenant pays or if
+                this router sends the request.
         """
         credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()
@@ -460,7 +462,7 @@ class Engine:
         self.breaker.on_first_token(credit)
 
     def release(self, *credits: Credit) -> None:
-        """Release the reservations of requests that ended, whether they succeeded or failed."""
+        """Release the reservations of requests that have ended, successfully or not."""
         for credit in credits:
             self._credit.release(credit)
             self.breaker.on_end(credit)
@@ -470,7 +472,7 @@ class Engine:
     def on_failure(self, credit: Credit, error: ServiceError) -> None:
         """Record that the request failed on this engine.
 
-        The loss of a stream counts as one failure, regardless of how many requests the stream
+        The loss of a stream counts as a single failure, no matter how many requests the stream
         carried.
         """
         loss = error.loss if isinstance(error, ConnectionBroken) else None
@@ -482,7 +484,7 @@ class Engine:
             self._owner.on_ejected(self)
 
     async def _follow(self) -> None:
-        """Follow the engine's reports, reconnecting when needed, until the task is cancelled."""
+        """Follow the engine's reports, reconnecting if necessary, until the task is cancelled."""
         backoff_s = FIRST_BACKOFF_S
         while True:
             before = self.reports
@@ -508,7 +510,7 @@ class Engine:
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
 
     def _log_loss(self, reason: str) -> None:
-        """Log that the engine was lost, unless the same reason was just logged."""
+        """Log the loss of the engine, unless the last logged loss had the same reason."""
         if reason != self._loss:
             is_refusal = any(words in reason for words in _CERTIFICATE_REFUSALS)
             level = logging.ERROR if is_refusal else logging.INFO
@@ -516,7 +518,7 @@ class Engine:
         self._loss = reason
 
     async def _watch(self) -> None:
-        """Read and apply the engine's reports until the report stream ends."""
+        """Read and apply the engine's reports until the stream of reports ends."""
         interval_ms = report_interval_ms(self._owner.num_engines)
         request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=interval_ms)
 
@@ -571,7 +573,7 @@ class Engine:
             self._owner.on_numerics_change()
 
     def _on_adapters(self, states: list[headroom_pb2.AdapterState]) -> None:
-        """Record the adapters that a report lists, if they have changed."""
+        """Record the adapters listed in a report, if they have changed."""
         if states == self._reported_adapters:
             return
         self._reported_adapters = states
@@ -586,7 +588,7 @@ class Engine:
         self.adapters = frozenset(adapter.name for adapter in self.described_adapters)
 
     def numerics_of(self, adapter: str) -> str:
-        """Return the engine's numerics fingerprint, combined with the adapter if one is given."""
+        """Return the numerics fingerprint, combined with the exact adapter if one is named."""
         return with_adapter(self.numerics.digest, self._adapter_keys.get(adapter, ""))
 
     async def _fetch_model(self) -> None:
@@ -619,5 +621,5 @@ class Engine:
 
 @functools.lru_cache(maxsize=64)
 def _shared(profile: MemoryProfile) -> MemoryProfile:
-    """Return one shared object for equal profiles, because decisions compare them by identity."""
+    """Return the same object for equal profiles, because decisions compare profiles by identity."""
     return profile

@@ -1,4 +1,4 @@
-"""Tracks the engines of all pools and their models, and provides decisions with views of them."""
+"""Tracks the engines of all pools and their models, and provides views of them for decisions."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ from ullage_router.tokenizer.model import Model
 RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2
 FIRST_RESOLVE_S = 2.0
-"""Maximum seconds that startup waits for the first DNS results."""
+"""Maximum seconds that startup waits for the first DNS look-ups."""
 
 NONE: frozenset[str] = frozenset()
 
@@ -44,16 +44,16 @@ log = logging.getLogger(__name__)
 class Engines:
     """Discovers, follows and indexes the engines behind all pools' DNS targets.
 
-    DNS provides only the engines' addresses. The state of each engine comes from its headroom
-    reports. An engine is kept until it has left DNS, has fallen silent, and has no more requests.
+    DNS provides only the engines' addresses. Each engine's state comes from its headroom reports.
+    An engine is removed once it has left DNS, has fallen silent and has no more requests.
 
     Args:
         pools: the pools in order of preference.
         model_name: the model that engines must serve.
-        on_change: called when any engine's memory or state may have changed.
+        on_change: called when the memory or state of any engine may have changed.
         breaker: settings of the engines' circuit breakers.
         dialer: opens channels with credentials, or None for plaintext.
-        accepts_plaintext: whether to connect in plaintext to engines without TLS, even if there are
+        accepts_plaintext: whether to connect to engines without TLS in plaintext, even if there are
             credentials.
         trusts_special_tokens: see `ModelCache`.
     """
@@ -76,7 +76,7 @@ class Engines:
         self._dialer = dialer
         self._accepts_plaintext = accepts_plaintext
         self.on_forgotten: Callable[[str], None] = lambda _: None
-        """Called with the key of an engine whose caches are lost."""
+        """Called with the key of an engine that has lost its cached prefixes."""
 
         # Discovery
         self._lookups = PoolLookups(self._pools)
@@ -92,25 +92,25 @@ class Engines:
         self._last: dict[str, Engine] = {}
         """The last engine that was removed from each pool.
 
-        Its properties represent the pool while the pool is scaled to zero.
+        It stands in for the pool while the pool is scaled to zero.
         """
         self._models = ModelCache(trusts_special_tokens, self._fingerprints)
         self._declared_adapters: frozenset[str] | None = None
-        """Adapters that engines will serve when their pool is woken, or None if not declared."""
+        """Adapters that engines will serve once their pool is woken, or None if not declared."""
         self._logged_values: dict[str, frozenset[str]] = {}
-        """The numerics settings that differed between engines in the last log message.
+        """The numerics settings that differed between engines when the difference was last logged.
 
         Maps each setting to its values.
         """
 
         # Derived from the engines, for decisions
         self._roster: Roster | None = None
-        """The cached roster, or None if an engine was added, was removed or changed its state."""
+        """The cached roster, or None if an engine was added or removed or changed its state."""
         self._max_model_len: int | None = None
         self._expected_outputs: dict[Engine, int] = {}
-        """Expected output tokens per answer in each engine's last report."""
+        """Expected number of output tokens per answer, from each engine's last report."""
         self._ejected: set[Engine] = set()
-        """All engines whose breakers are not closed, and some whose breakers closed recently."""
+        """Engines whose circuit breaker is not closed, and some whose breaker closed recently."""
 
         # Counts of engines that are gone, so that counters never fall
         self._ejections = 0
@@ -161,12 +161,12 @@ class Engines:
         return next((e for e in self._known() if e.pool == pool and e.model), None)
 
     def _known(self) -> list[Engine]:
-        """Return all current engines, and the last engine of each pool that has none now."""
+        """Return all current engines, plus the last engine of each pool that currently has none."""
         present = {engine.pool for engine in self._engines.values() if engine.model}
         return self.all() + [e for pool, e in self._last.items() if pool not in present]
 
     def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
-        """Discover canary engines at the targets of the given pools.
+        """Discover canary engines at the DNS targets of the given pools.
 
         Without pools, there is no canary.
         """
@@ -178,11 +178,11 @@ class Engines:
         self._relist.set()
 
     def resolve_soon(self) -> None:
-        """Request a DNS look-up, which starts as soon as LEAST_RESOLVE_INTERVAL_S allows."""
+        """Request a DNS look-up, to start as soon as LEAST_RESOLVE_INTERVAL_S allows."""
         self._relist.set()
 
     def reconnect(self, grace_s: float) -> None:
-        """Replace all channels, and give answers on old channels `grace_s` seconds to finish."""
+        """Replace all channels, but let answers on old channels finish within `grace_s` seconds."""
         for engine in self._engines.values():
             engine.reconnect(grace_s)
 
@@ -194,7 +194,10 @@ class Engines:
         return self.model_of(Side.STABLE)
 
     def model_of(self, side: Side) -> Model | None:
-        """Return one side's model, preferably from a ready engine, or None if no model is known."""
+        """Return one side's model, preferably from a ready engine, or None if no model is known.
+
+        If no engine of that side has described a model, use the other side's model.
+        """
         models = self.roster.models
         if side not in models:
             models[side] = self._model_of(side)
@@ -219,7 +222,7 @@ class Engines:
         return NONE.union(*awake, declared if sleeping else ())
 
     def declare_adapters(self, names: Iterable[str] | None) -> None:
-        """Declare which adapters engines will serve when their pool is woken.
+        """Declare which adapters engines will serve once their pool is woken.
 
         Args:
             names: names of the adapters, or None to assume the adapters of each pool's last engine.
@@ -229,7 +232,8 @@ class Engines:
     def adapter_of(self, name: str, allowed: Collection[str] = ()) -> str:
         """Return the adapter that a request's model name refers to (empty for the base model).
 
-        Before any engine has described its model, every other name counts as an adapter.
+        Until an engine has described its model, every name other than the base model's is taken for
+        an adapter.
 
         Args:
             allowed: names that the tenant may use and that errors may mention, or empty for all.
@@ -267,8 +271,8 @@ class Engines:
         """Return the served model's description, limited to what the tenant may see.
 
         The description lists the served adapters that the tenant may use. If the tenant may not use
-        the base model, its name is left out. Unless the tenant may use all names, the details of
-        the fingerprint are also left out.
+        the base model, its name is omitted. Unless the tenant may use every name, the details of
+        the numerics fingerprint are also omitted, because they name other adapters.
 
         Args:
             name: the model or adapter that the request names, or empty for the served model.
@@ -311,12 +315,12 @@ class Engines:
 
     @property
     def expected_output(self) -> int:
-        """The largest of all engines' estimates of output tokens per answer."""
+        """The highest estimate, among all engines, of the number of output tokens per answer."""
         present = self._expected_outputs.values()
         return max(present or (e.expected_output for e in self._known()), default=0)
 
     def route(self, pool: str) -> str:
-        """Return the pool's label (`route_of`), or its name if the pool has never had an engine."""
+        """Return the pool's route label (`route_of`), or its name if it has never had an engine."""
         engine = self.last(pool)
         return engine.route if engine else pool
 
@@ -349,14 +353,14 @@ class Engines:
 
     @property
     def roster(self) -> Roster:
-        """The index of engines by their current state, rebuilt when it is outdated."""
+        """The index of engines by their current state, rebuilt when outdated."""
         now = time.monotonic()
         if self._roster is None or now > self._roster.until:
             self._roster = Roster(sorted(self._engines.values(), key=self._place), now)
         return self._roster
 
     def _place(self, engine: Engine) -> tuple[int, str]:
-        """Return the sort key that orders engines by pool, and then by key."""
+        """Return a sort key that orders engines by pool, then by engine key."""
         order = [pool.name for pool in self._pools]
         return order.index(engine.pool), engine.key
 
@@ -365,25 +369,25 @@ class Engines:
         self._max_model_len = None
 
     def is_ready_on(self, side: Side, adapter: str = "") -> bool:
-        """Return whether one side has a ready engine, with the given adapter if any."""
+        """Return whether one side has a ready engine (with the adapter, if one is given)."""
         return self.roster.is_ready(side, adapter)
 
     def have_all(self, adapter: str) -> bool:
         """Return whether every usable engine has the adapter.
 
-        If no engine is usable, it is enough if any engine that may come back has the adapter. For
-        an empty name, the result is always true.
+        If no engine is usable, return whether any engine that may come back has it. An empty name
+        stands for no adapter, so the result is True.
         """
         return not adapter or adapter in self.roster.common_adapters
 
     def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
-        """Return how much memory queued requests need on each engine, in bytes by engine key.
+        """Return how much memory to leave free for queued requests, in bytes by engine key.
 
-        If several requests need memory on an engine, the smallest value is returned.
+        If several claims apply to an engine, the smallest one is used.
 
         Args:
             claims: bytes that queued requests for an adapter need, by pool and adapter. They apply
-                to the engines of the pool that have the adapter.
+                to the engines in the pool that have the adapter.
         """
         sizes: dict[str, int] = {}
         for (pool, adapter), size in claims.items():
@@ -396,8 +400,8 @@ class Engines:
         """Return views of all engines that have described their model, ordered by pool.
 
         An engine is marked as unusable if it has another model, lacks the adapter, or is held back
-        by its circuit breaker. While the given side has a ready engine, all engines of the other
-        side are also marked as unusable.
+        by its circuit breaker. If the given side has a ready engine, all engines of the other side
+        are also marked as unusable.
         """
         now = time.monotonic()
         roster = self.roster
@@ -419,10 +423,10 @@ class Engines:
     def sample(
         self, model: Model, side: Side, number: int, preferred: str, adapter: str = ""
     ) -> list[EngineView]:
-        """Return views of a few usable engines, from the first pool and the large-request pool.
+        """Return views of a few usable engines from the first pool and the pool for large requests.
 
-        The sample consists of the preferred engine and of engines chosen at random. If it contains
-        no engine of the pool for large requests, an engine marked as unusable represents that pool.
+        The sample consists of randomly chosen engines and the preferred engine. If it contains no
+        engine of the pool for large requests, an engine marked as unusable represents that pool.
 
         Args:
             number: a random number that determines the sample.
@@ -454,7 +458,7 @@ class Engines:
         return views
 
     def _unusable(self, pool: str, now: float) -> list[EngineView]:
-        """Return a list with one engine of a pool, marked as unusable, or an empty list.
+        """Return a list with one engine of a pool, marked as unusable, to represent the pool.
 
         The list is empty if no engine of the pool has described its model.
         """
@@ -463,7 +467,7 @@ class Engines:
         return [replace(first, standing=EngineState.UNUSABLE)] if first else []
 
     def nearest_two(self, side: Side, point: int) -> list[Engine]:
-        """Return the two usable engines of the first pool that follow a point on the hash ring.
+        """Return the first pool's two usable engines that follow a point on the hash ring.
 
         Args:
             point: the request's point on the hash ring.
@@ -475,7 +479,7 @@ class Engines:
         return [self._engines[name] for name in self.roster.nearest_two(key, point)]
 
     def held_back(self) -> frozenset[str]:
-        """Return the keys of engines whose circuit breakers currently keep requests away."""
+        """Return the keys of engines that circuit breakers currently keep from getting requests."""
         self._ejected = {engine for engine in self._ejected if not engine.breaker.is_closed}
         if not self._ejected:
             return NONE
@@ -498,18 +502,18 @@ class Engines:
         return self._lost[side] + sum(present)
 
     def workers_lost_before(self, side: Side) -> int:
-        """Return `workers_lost`, but count only engines that are gone or draining."""
+        """Return `workers_lost`, counting only engines that are gone or draining."""
         ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
         return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
     @property
     def ejections(self) -> int:
-        """Number of times that a circuit breaker opened, including breakers of removed engines."""
+        """Number of times that circuit breakers have opened, including those of removed engines."""
         return self._ejections + sum(e.breaker.openings for e in self.all())
 
     @property
     def missed(self) -> int:
-        """Number of reports that never arrived, including reports of removed engines."""
+        """Number of reports that never arrived, including those from removed engines."""
         return self._missed + sum(e.order.missed for e in self.all())
 
     # Callbacks of engines (`EngineOwner`)
@@ -531,7 +535,7 @@ class Engines:
         return self._dialer(address)
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
-        """Return the model that an engine described, which is built once and shared by engines.
+        """Return the model that an engine described, built only once and shared between engines.
 
         Raises:
             ValueError: the model cannot be used.
@@ -539,11 +543,11 @@ class Engines:
         return await self._models.load(described)
 
     def _fingerprints(self) -> set[str]:
-        """Return the fingerprints of all models that current or remembered engines use."""
+        """Return the fingerprints of all models in use by current or remembered engines."""
         return {engine.model.fingerprint for engine in self._known() if engine.model}
 
     def has_another(self, engine: Engine) -> bool:
-        """Return whether any engine other than the given one is ready."""
+        """Return whether there is a ready engine other than the given engine."""
         return any(e.state == "ready" for e in self._engines.values() if e is not engine)
 
     def on_change(self) -> None:
@@ -571,11 +575,11 @@ class Engines:
             self._roster.on_load_change(engine)
 
     def on_ejected(self, engine: Engine) -> None:
-        """Keep requests away from the engine while its circuit breaker is open."""
+        """Stop sending requests to the engine while its circuit breaker is open."""
         self._ejected.add(engine)
 
     def on_numerics_change(self) -> None:
-        """Log how the engines' numerics differ, once for each change."""
+        """Log how the engines' numerics differ, once per change."""
         differing = self.differences()
         values = {fact: frozenset(by_value) for fact, by_value in differing.items()}
         if values == self._logged_values:
@@ -605,7 +609,7 @@ class Engines:
             self._relist.clear()
 
     async def _resolve(self) -> None:
-        """Add newly discovered engines, and close engines that are gone."""
+        """Add newly discovered engines, and close engines that have disappeared."""
         async for side, pool, addresses, is_complete in self._lookups.answers():
             # A failing name server must not cost a working engine.
             if is_complete:

@@ -1,11 +1,11 @@
-"""Flow control between a sending engine and a reading client.
+"""Flow control between an engine that sends tokens and a client that reads them.
 
 An engine may be at most `window` tokens ahead of the reader. Tokens in quick succession are
-coalesced: the engine waits briefly for more tokens (`ullage_common.wire.flow_control`), and the
-reader gets all buffered tokens at once, up to `coalesce_tokens`. If an answer has a pace, its
-tokens reach the reader at that maximum rate.
+coalesced: the engine waits briefly for more tokens before it sends them
+(`ullage_common.wire.flow_control`), and the reader gets all buffered tokens at once, up to
+`coalesce_tokens`. If an answer has a pace, its tokens reach the reader no faster than that rate.
 
-A watchdog ends an engine's streams when the engine falls silent.
+A watchdog ends all streams of an engine that falls silent.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.flow_control import merge_deltas
 
 WHOLE_WINDOW_S = 0.1
-"""Maximum seconds for which tokens of an unstreamed answer wait to be coalesced."""
+"""Maximum seconds that tokens of a non-streamed answer are held back to coalesce them."""
 SHORT_ANSWER = 4
-"""Number of responses in a short answer: its acceptance, first token, other tokens, and end."""
+"""Number of responses in a short answer: acceptance, first token, remaining tokens and end."""
 CHECK_INTERVAL_S = 1.0
 """Seconds between a watchdog's checks."""
 
@@ -34,15 +34,15 @@ class FlowControl:
     """The flow control settings for one answer's tokens."""
 
     window: int = 64
-    """Maximum number of tokens that the engine may be ahead of the reader."""
+    """Maximum number of tokens by which the engine may be ahead of the reader."""
     coalesce_tokens: int = 4
-    """Maximum number of tokens delivered together, unless one response already has more."""
+    """Maximum number of tokens delivered at once, unless a single response already has more."""
     coalesce_s: float = 0.02
-    """Maximum seconds for which the engine delays tokens to coalesce them, or 0 for no delay."""
+    """Maximum seconds that the engine holds back tokens to coalesce them, or 0 for no delay."""
     pace: float = 0.0
-    """Maximum tokens per second for the reader, or 0 for no limit."""
+    """Maximum rate at which the reader gets tokens, in tokens per second, or 0 for no limit."""
     stall_s: float = math.inf
-    """Maximum seconds for which a reader waits for the next response."""
+    """Maximum seconds that a reader waits for the next response."""
 
     @property
     def together(self) -> int:
@@ -51,15 +51,15 @@ class FlowControl:
 
     @property
     def responses(self) -> int:
-        """The window size as a number of responses, each of which may carry several tokens."""
+        """The window as a number of responses, each of which may carry several tokens."""
         return max(1, self.window // self.together)
 
 
 def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowControl:
-    """Return the flow control that the configuration specifies.
+    """Return the flow control settings from the configuration.
 
     Args:
-        stall_s: maximum seconds for which an engine may send nothing.
+        stall_s: maximum seconds that an engine may stay silent.
     """
     return FlowControl(
         window=streaming.buffer_tokens,
@@ -71,7 +71,7 @@ def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowContr
 
 
 def for_unary(flow: FlowControl) -> FlowControl:
-    """Return flow control for an unstreamed answer, with few large responses and no pacing."""
+    """Return settings for a non-streamed answer: few, large responses and no pacing."""
     if flow.coalesce_tokens == 1:
         return replace(flow, pace=0.0)
     most = max(flow.coalesce_tokens, flow.window // 2)
@@ -79,12 +79,12 @@ def for_unary(flow: FlowControl) -> FlowControl:
 
 
 def rate_limited(flow: FlowControl, most: float | None) -> FlowControl:
-    """Return the flow control, limited to `most` tokens per second unless `most` is None."""
+    """Return the settings with the pace capped at `most` tokens per second (None for no cap)."""
     return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
 
 
 def without_stalls(flow: FlowControl) -> FlowControl:
-    """Return flow control without a stall limit, for an answer that has only one response."""
+    """Return the settings without a stall limit, for an answer that has only one response."""
     return replace(flow, stall_s=math.inf)
 
 
@@ -99,7 +99,7 @@ class Source(Protocol):
         """
 
     def end(self, error: ServiceError) -> None:
-        """End the stream. Reads return the responses received so far, and then raise the error."""
+        """End the stream. Reads return the responses received so far, then raise the error."""
 
     def cancel(self) -> None:
         """Cancel the generation of the answer on the engine if it is still running."""
@@ -111,7 +111,7 @@ class ReceiveBuffer:
     Args:
         flow: the flow control of the answer.
         window: maximum number of buffered responses.
-        grant: called with the number of further responses that the engine may send.
+        grant: called with the number of additional responses that the engine may send.
     """
 
     def __init__(self, flow: FlowControl, window: int, grant: Callable[[int], None]) -> None:
@@ -120,20 +120,20 @@ class ReceiveBuffer:
         self._grant = grant
         self._loop = asyncio.get_running_loop()
         self._events: list[tuple[Event, inference_pb2.Delta | None]] = []
-        """Buffered events, each paired with its delta, or with None for other kinds of events."""
+        """Buffered events, each paired with its token delta, or with None for other event types."""
         self._taken = 0
-        """Number of responses that the reader has taken since the last grant."""
+        """Number of responses read since the engine was last allowed to send more."""
         self._error: ServiceError | None = None
         self._has_ended = False
         self._due = 0.0
-        """Earliest time for the next tokens of a paced answer, on the event loop's clock."""
+        """Earliest time at which a paced answer may deliver tokens, on the event loop's clock."""
 
         self._reader: asyncio.Future[None] | None = None
-        """The future of a reader that waits for a response, or None if no reader is waiting."""
+        """The future on which a reader waits for a response, or None if no reader is waiting."""
         self._waiting_since = math.inf
-        """Time on the event loop's clock at which the reader found the buffer empty.
+        """Time at which the reader found the buffer empty, on the event loop's clock.
 
-        Infinite while a response is buffered or no reader waits.
+        Infinite while a response is buffered or no reader is waiting.
         """
         self._timer: asyncio.TimerHandle | None = None
 
@@ -143,7 +143,7 @@ class ReceiveBuffer:
         return len(self._events)
 
     def put(self, event: Event, kind: str | None) -> None:
-        """Add a response, where `kind` names the set field of its `event` oneof."""
+        """Add a response, where `kind` names the field that is set in its `event` oneof."""
         self._waiting_since = math.inf
         if kind == "delta":
             self._events.append((event, event.delta))
@@ -160,7 +160,7 @@ class ReceiveBuffer:
         self._wake()
 
     async def read(self) -> Event | None:
-        """Return the next response with its tokens merged, or None after the last response.
+        """Return the next response with adjacent tokens merged, or None after the last response.
 
         Raises:
             ServiceError: the request failed. It is raised after all earlier responses have been
@@ -188,7 +188,7 @@ class ReceiveBuffer:
                 self._timer = None
 
     def _wake(self) -> None:
-        """Wake the reader now, or when pacing allows the next response."""
+        """Wake the reader now, or later if pacing delays the next response."""
         if self._reader is None:
             return
         wait_s = self._wait_s()
@@ -227,7 +227,7 @@ class ReceiveBuffer:
         return event
 
     def _merge(self, event: Event, first: inference_pb2.Delta) -> Event:
-        """Merge the event with the deltas that directly follow it and belong to the same sample."""
+        """Merge an event with the deltas of the same sample that directly follow it."""
         tokens = first.num_tokens
         merged = [event]
         for following, delta in self._events:

@@ -1,4 +1,4 @@
-"""Builds each described model once, and shares the model between engines."""
+"""Builds each model that engines describe once, and shares it between engines."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from ullage_router.tokenizer.model import Model, fingerprint, load_model
 MAX_IDLE_MODELS = 2
 """Maximum number of models kept while no engine uses them.
 
-Such a model, for example a canary's, may be needed again later.
+An unused model, such as a former canary's, may be needed again later.
 """
 
 
@@ -26,11 +26,11 @@ class ModelCache:
         self._trusts_special_tokens = trusts_special_tokens
         self._in_use = in_use
         self._models: dict[str, Model] = {}
-        """Models by fingerprint, ordered from least to most recently used."""
+        """Models by fingerprint, least recently used first."""
         self._loading = asyncio.Lock()
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
-        """Return the model that an engine described, and build the model if it is not cached.
+        """Return the model that an engine described, building it if it is not cached.
 
         Raises:
             ValueError: the model cannot be used.

@@ -1,9 +1,9 @@
 """Multiplexes all requests to an engine over one gRPC stream.
 
-Each separate RPC costs a Python process several hundred microseconds, regardless of its size. On
-one stream, the requests, cancellations and tokens of many calls share messages. The calls remain
-independent. Each call has its own tag, time limit and window, so a slow reader delays only its own
-call. If the stream is lost, each call fails as if its own connection had been lost.
+In a Python process, every separate RPC costs several hundred microseconds, regardless of its size.
+On a shared stream, one message can carry the requests, cancellations or tokens of many calls. The
+calls remain independent. Each call has its own tag, time limit and window, so a slow reader delays
+only its own call. If the stream is lost, each call fails as if its own connection had been lost.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ OPENING_TIMEOUT_S = 5.0
 MAX_BATCH_BYTES = 128 << 10
 """Maximum total size of the calls in one message, in bytes.
 
-A single larger request is sent in a message of its own. Each field takes at least two bytes, so
-this size also respects the engine's limit on the number of fields in a message.
+A request that is larger is sent in a message of its own. Since every field takes at least two
+bytes, this limit also keeps messages within the engine's limit on the number of fields.
 """
 CALL_BYTES = 64
-"""Estimated bytes that a call adds to a message, not counting its request."""
+"""Estimated bytes that a call adds to a message, in addition to its request."""
 
 Request = inference_pb2.GenerateRequest
 Message = inference_pb2.MultiplexRequest
@@ -41,17 +41,17 @@ log = logging.getLogger(__name__)
 
 
 class StreamLost(Exception):
-    """Raised when the stream to an engine has ended, with the reason as its message."""
+    """Raised when the stream to an engine has ended. The message states the reason."""
 
 
 class StreamLoss:
-    """The loss of one stream, which ends many calls but counts as a single failure."""
+    """The loss of one stream, which fails many calls but counts as a single failure."""
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
 
     def is_first(self, account: str) -> bool:
-        """Return True the first time that `account` counts the loss, and False afterwards."""
+        """Return True the first time that `account` counts this loss, and False afterwards."""
         is_first = account not in self._counted
         self._counted.add(account)
         return is_first
@@ -64,16 +64,16 @@ class ConnectionBroken(ServiceError):
         message = "the connection to the engine broke"
         super().__init__(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", message)
         self.loss = loss
-        """The loss of the stream, shared by the errors of all its calls."""
+        """The stream's loss, which is shared by the errors of all its calls."""
 
 
 class Multiplexer:
-    """Keeps a Multiplex stream to one engine open, and reopens the stream whenever it is lost.
+    """Keeps a Multiplex stream to one engine open, reopening it whenever it is lost.
 
     Args:
         stub: the gRPC stub of the engine's service.
         address: the engine's address, for log messages.
-        on_change: called when the stream is opened or lost.
+        on_change: called when the stream has been opened or lost.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Multiplexer:
 
     @property
     def is_open(self) -> bool:
-        """Whether the stream is open, so that new calls can be sent."""
+        """Whether the stream is open, so that it accepts new calls."""
         return self._stream is not None
 
     def start(self) -> None:
@@ -103,14 +103,14 @@ class Multiplexer:
             self._task = asyncio.create_task(self._keep(), name=f"multiplex {self._address}")
 
     def retire(self) -> None:
-        """Accept no new calls, and end the stream after the last running call."""
+        """Accept no new calls, and end the stream once the last running call has finished."""
         self._is_retired = True
         if self._stream:
             self._stream.retire()
             self._stream = None
 
     async def open(self) -> None:
-        """Wait up to OPENING_TIMEOUT_S until the stream is open or an attempt has failed."""
+        """Wait until the stream is open or an attempt has failed, for at most OPENING_TIMEOUT_S."""
         self.start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPENING_TIMEOUT_S):
@@ -125,7 +125,7 @@ class Multiplexer:
     def call(
         self, request: Request, timeout_s: float, metadata: Metadata, flow: FlowControl
     ) -> "StreamCall":
-        """Send a call on the stream, which must be open."""
+        """Start a call on the stream, which must be open."""
         assert self._stream, "the stream is not open"
         return self._stream.call(request, timeout_s, metadata, flow)
 
@@ -163,7 +163,7 @@ class Multiplexer:
         return _Stream(call)
 
     async def _serve(self, stream: "_Stream") -> None:
-        """Use the stream for calls until the stream ends.
+        """Run calls on the stream until the stream ends.
 
         Raises:
             StreamLost: always, with the reason.
@@ -180,7 +180,7 @@ class Multiplexer:
 
 
 class _Stream:
-    """An open stream, with its running calls by tag and its outgoing messages."""
+    """An open stream, its running calls by tag, and its outgoing messages."""
 
     def __init__(self, stream: grpc.aio.StreamStreamCall[Message, Response]) -> None:
         self._stream = stream
@@ -194,7 +194,7 @@ class _Stream:
     def call(
         self, request: Request, timeout_s: float, metadata: Metadata, flow: FlowControl
     ) -> "StreamCall":
-        """Start a call, which is sent with the next message."""
+        """Start a call, which is sent along with the next message."""
         self._last_tag += 1
         tag = self._last_tag
         window = flow.responses * max(1, request.samples.n)  # tokens of two samples are not joined
@@ -218,7 +218,7 @@ class _Stream:
         return call
 
     def grant(self, tag: int, responses: int) -> None:
-        """Allow the engine to send this many more responses for a call."""
+        """Allow the engine to send this many additional responses for a call."""
         if tag in self._calls:
             self._next_message().grants.add(tag=tag, responses=responses)
 
@@ -229,7 +229,7 @@ class _Stream:
             self._close_if_done()
 
     def retire(self) -> None:
-        """End the stream once its last call has ended."""
+        """End the stream once its last call has finished."""
         self._is_retired = True
         self._close_if_done()
 
@@ -306,7 +306,7 @@ class _Stream:
 
 
 class StreamCall(ReceiveBuffer):
-    """A Generate call on a shared stream, with its time limits and buffered responses."""
+    """A Generate call on a shared stream, with a time limit and a buffer for its responses."""
 
     def __init__(
         self, stream: _Stream, tag: int, timeout_s: float, flow: FlowControl, window: int
@@ -331,7 +331,7 @@ class StreamCall(ReceiveBuffer):
         """Fail the call if its time limit has passed or its reader has waited too long.
 
         Otherwise, schedule the next check for the earliest time at which the call could fail.
-        Individual responses therefore need no timers.
+        Individual responses therefore need no timer.
         """
         now = self._loop.time()
         stalls_at = min(self._waiting_since, now) + self._flow.stall_s

@@ -1,4 +1,4 @@
-"""Checks the order of an engine's headroom reports, and sets the interval between them."""
+"""Checks the order of an engine's headroom reports, and determines the interval between them."""
 
 import math
 from typing import Literal
@@ -7,7 +7,7 @@ from typing import Literal
 MIN_REPORT_INTERVAL_MS = 20
 MAX_REPORT_INTERVAL_MS = 200
 MAX_REPORTS_PER_S = 500
-"""Target for the maximum number of reports per second from all engines together."""
+"""Target for the maximum number of reports per second from all engines combined."""
 
 ReportKind = Literal["next", "gap", "old", "restart"]
 
@@ -19,9 +19,9 @@ class ReportSequence:
     engine's server restarts.
 
     Args:
-        counts_earlier: whether to count workers that were lost before the first report. Such losses
-            count for a canary, which may fail before a router discovers it. For a stable engine,
-            they may be weeks old.
+        counts_earlier: whether to count workers that exited before the first report. These count
+            for a canary, because it may fail before a router discovers it. For a stable engine,
+            they may date back weeks.
     """
 
     def __init__(self, counts_earlier: bool = False) -> None:
@@ -30,7 +30,7 @@ class ReportSequence:
         self.missed = 0
         """Number of reports that were sent but never arrived."""
         self.old = 0
-        """Number of reports that were ignored as duplicates or as outdated."""
+        """Number of reports that were ignored because they were duplicates or outdated."""
         self.restarts = 0
         """Number of times that the engine's server has restarted."""
         self.workers_lost = 0
@@ -39,13 +39,14 @@ class ReportSequence:
         self._reported_restarts: int | None = None
 
     def on_connect(self) -> None:
-        """Start a new sequence, because each stream numbers its reports from the beginning."""
+        """Start a new sequence, because each stream numbers its reports from the start."""
         self.sequence = 0
 
     def take(self, epoch: int, sequence: int) -> ReportKind:
-        """Classify a report as next, gap, old or restart, by its epoch and sequence number.
+        """Classify a report as next, gap, old or restart, from its epoch and sequence number.
 
-        The caller ignores only `old` reports, because every report contains the full state.
+        Callers ignore only `old` reports. Every report contains the full state, so a gap does no
+        harm.
         """
         if epoch != self.epoch:
             return self._restart(epoch, sequence)
@@ -59,7 +60,7 @@ class ReportSequence:
         return "gap" if missed else "next"
 
     def on_worker_restarts(self, worker_restarts: int) -> None:
-        """Count the new worker restarts that an accepted report shows.
+        """Count the worker restarts that are new in an accepted report.
 
         Args:
             worker_restarts: number of worker restarts since the engine's server started.

@@ -1,6 +1,6 @@
-"""An index of engines that accept requests, so that a decision examines only a few of them.
+"""An index of engines that accept requests, so that each decision examines only a few of them.
 
-A roster is rebuilt when an engine is added, is removed or changes its state. Whether an engine is
+A roster is rebuilt whenever an engine is added, removed or changes its state. Whether an engine is
 idle changes with every request, so this flag is updated in place.
 """
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ullage_router.tokenizer.model import Model
 
 MAX_DRAWN = 4
-"""Maximum number of engines sampled from a group for one decision."""
+"""Maximum number of engines sampled from a group for each decision."""
 MIXING = 2654435761
 """Multiplier of Knuth's multiplicative hash.
 
-One random number determines both which engines are sampled and which of them is chosen. Hashing it
-makes the two independent.
+The same random number determines which engines are sampled and which of them is chosen. Hashing it
+first makes these two choices independent.
 """
 USABLE = EngineState.USABLE
 RECOVERING = EngineState.RECOVERING
@@ -38,7 +38,7 @@ class DrawGroup(Generic[T]):
     idle: list[T] = field(default_factory=list)
     """Usable engines that have no prompts to prefill, in any order."""
     places: dict[T, int] = field(default_factory=dict)
-    """Each idle engine's index in `idle`."""
+    """Each idle engine's index in the list `idle`."""
 
     def set_idle(self, engine: T, is_idle: bool) -> None:
         """Add an engine to `idle` or remove it, in constant time."""
@@ -54,7 +54,7 @@ class DrawGroup(Generic[T]):
                 self.places[last] = place
 
     def draw(self, number: int) -> list[T]:
-        """Sample at most MAX_DRAWN engines at random, from the idle engines if there are any.
+        """Sample at most MAX_DRAWN engines, from the idle engines if there are any.
 
         Decisions prefer engines near the start of the result, so every engine is equally likely to
         come first.
@@ -76,18 +76,18 @@ class DrawGroup(Generic[T]):
 
 @dataclass(slots=True)
 class _Group(DrawGroup["Engine"]):
-    """The usable engines that share a side, a pool and a model."""
+    """The usable engines of one side and pool that serve the same model."""
 
     ring: HashRing | None = None
     """Hash ring of the usable engines' keys, or None until the ring is first needed."""
 
 
 GroupKey = tuple[Side, str, str]
-"""The key of a group: (side, pool, model fingerprint)."""
+"""A group's key: (side, pool, model fingerprint)."""
 
 
 class Roster:
-    """A snapshot of all engines' states, with the usable engines by group.
+    """A snapshot of all engines' states, with the usable engines divided into groups.
 
     Args:
         engines: all engines, in order of preference.
@@ -97,9 +97,9 @@ class Roster:
     def __init__(self, engines: "Iterable[Engine]", now: float) -> None:
         self.engines = tuple(engines)
         self.until = min((engine.state_until(now) for engine in self.engines), default=now)
-        """Time at which an engine's state may change if no report arrives by then."""
+        """Time until which the snapshot is valid if no report arrives."""
         self.models: dict[Side, Model | None] = {}
-        """Cache of the model that each side serves."""
+        """Each side's model, once it has been looked up."""
 
         self._states: dict[Engine, tuple[EngineState, str, frozenset[str]]] = {}
         self._groups: dict[GroupKey, _Group] = {}
@@ -139,15 +139,15 @@ class Roster:
         return frozenset[str]().union(*(a for state, _, a in states if state is RECOVERING))
 
     def is_right_about(self, engine: "Engine") -> bool:
-        """Return whether the roster still has the engine's current state."""
+        """Return whether the engine's current state is the same as in this snapshot."""
         return self._states.get(engine) == _state_of(engine)
 
     def is_ready(self, side: Side, adapter: str = "") -> bool:
-        """Return whether one side has a usable engine, with the given adapter if any."""
+        """Return whether one side has a usable engine (with the adapter, if one is given)."""
         return (side, adapter) in self._ready_adapters if adapter else side in self.ready_sides
 
     def on_load_change(self, engine: "Engine") -> None:
-        """Update whether the engine is idle."""
+        """Update whether the engine counts as idle."""
         if group := self._group_of.get(engine):
             group.set_idle(engine, engine.is_idle)
 
@@ -157,7 +157,7 @@ class Roster:
         return sum(len(group.usable) for key, group in groups if key[:2] == (side, pool))
 
     def draw(self, key: GroupKey, number: int) -> "list[Engine]":
-        """Sample a few usable engines of a group at random.
+        """Sample a few of a group's usable engines.
 
         Args:
             number: the random number that determines the sample.

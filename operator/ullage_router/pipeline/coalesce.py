@@ -1,8 +1,9 @@
 """Lets concurrent identical requests share one generation if their answer is deterministic.
 
-The first request starts the generation immediately. Other requests may join shortly afterwards, and
-get the events from the beginning. The generation runs in a separate task, so it continues until the
-last request has left. Each request reads the generation's event log at its own pace.
+The first request starts the generation immediately. Requests that arrive shortly afterwards may
+join it, and get its events from the beginning. The generation runs in a task of its own, so it
+continues until the last request has left. Each request reads the generation's event log at its own
+pace.
 """
 
 import asyncio
@@ -28,18 +29,18 @@ from ullage_router.call import (
 )
 
 JOIN_S = 1.0
-"""Minimum seconds for which requests may join a generation before its first token."""
+"""Minimum seconds that a generation stays open for requests to join before its first token."""
 MAX_LOG_BYTES = 1 << 20
-"""Maximum bytes of an answer that are kept for requests that join late or read slowly.
+"""Maximum size in bytes of the event log that is kept for late joiners and slow readers.
 
-The limit is several times the size of a long answer.
+This is several times the size of a long answer.
 """
 MAX_UNREAD_BYTES = 64 << 10
-"""Maximum number of bytes that the engine may be ahead of the fastest reader."""
+"""Maximum number of bytes by which the engine may be ahead of the fastest reader."""
 
 
 def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
-    """Return whether repeating the request gives the same text (greedy, seeded or beam search)."""
+    """Return whether repeating the request yields the same text (greedy, seeded or beam search)."""
     sampling = request.sampling
     is_greedy = sampling.HasField("temperature") and sampling.temperature == 0
     return is_greedy or sampling.HasField("seed") or request.samples.HasField("beam")
@@ -48,8 +49,8 @@ def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
 def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
     """Return a digest that is equal for requests that may share a generation.
 
-    The digest covers every field of the request except its id, including unknown fields of future
-    versions.
+    The digest covers every field of the request except its id, including fields that future
+    versions may add.
 
     Args:
         asker: identifies the client. Clients with different values never share a generation.
@@ -63,7 +64,7 @@ def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
 
 
 class Coalescer:
-    """Keeps track of the generations that requests may join in this router.
+    """Tracks the generations in this router that requests may join.
 
     joined
         number of requests that joined another request's generation
@@ -81,7 +82,7 @@ class Coalescer:
         """Return the call's answer, which may be shared with identical calls.
 
         Args:
-            proceed: starts a generation. Its answer is closed when all requests have left.
+            proceed: starts a generation. Its answer is closed once all requests have left.
 
         Raises:
             ServiceError: `proceed` failed. All requests that share the answer get the error.
@@ -122,9 +123,9 @@ class SharedGeneration:
 
     Args:
         call: the first request.
-        window_s: seconds after the first event during which other requests may join.
-        keeps_all: whether to keep all events, so that requests may join at any time while there are
-            readers, or after the generation has finished.
+        window_s: seconds during which other requests may join after the first event.
+        keeps_all: whether to keep all events, so that requests may join as long as there are
+            readers, and even after the generation has finished.
 
     is_finished
         whether the complete answer has been generated
@@ -164,8 +165,8 @@ class SharedGeneration:
     def is_joinable(self) -> bool:
         """Return whether another request may join the generation.
 
-        A request may join only if it still gets the complete answer, about as early as from a
-        separate generation.
+        Joining is allowed only if the request still gets the complete answer, about as early as it
+        would from a generation of its own.
         """
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None
@@ -210,7 +211,7 @@ class SharedGeneration:
         changed.set()
 
     def read(self, place: int) -> Event | None:
-        """Return the event at an index of the log, or None if the event has not arrived yet.
+        """Return the event at the given index of the log, or None if it has not arrived yet.
 
         Raises:
             ServiceError: the event was dropped because the reader was too slow.
@@ -221,7 +222,7 @@ class SharedGeneration:
         return self._log[index] if index < len(self._log) else None
 
     def on_read(self) -> None:
-        """Let the engine continue after a read, and drop events that all readers have read."""
+        """Let the engine continue after a read, and drop events that every reader has read."""
         self._may_go_on.set()
         if self._age_s > self._longest_s and not self._keeps_all:
             while self._dropped < min(reader.place for reader in self._readers):
@@ -273,7 +274,7 @@ class SharedGeneration:
 
 
 class _Reader:
-    """One request's stream of a shared generation, with its own request id and deadline."""
+    """One request's view of a shared generation, with its own request id and deadline."""
 
     def __init__(self, generation: SharedGeneration, call: Call) -> None:
         self.accepted = inference_pb2.Accepted()
@@ -336,7 +337,8 @@ class _Reader:
     def _error(self) -> BaseException:
         """Return a copy of the generation's error for this reader.
 
-        If several tasks raised the same exception object, it would collect all of their tracebacks.
+        If several tasks raised the same exception object, it would accumulate all of their
+        tracebacks.
         """
         error = self._generation.error
         if not isinstance(error, ServiceError):
@@ -350,7 +352,7 @@ class _Reader:
         )
 
     def _adopt_decision(self) -> None:
-        """Copy the generation's decision to this request, because the decision applies to both."""
+        """Copy the generation's admission decision to this request, which shares its answer."""
         generation = self._generation
         call = self._call
         leader = "" if generation.leader is call else generation.leader.record.request_id

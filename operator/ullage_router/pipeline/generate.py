@@ -1,8 +1,8 @@
 """The last pipeline stage, which runs a request on an engine and fails over to other engines.
 
 If an engine fails before the first token, the request is retried on another engine as long as a
-retry may help. If an engine is lost later, another engine resumes the answer (`resume.py`). Memory
-is reserved on each engine in turn, but quota, limits and metrics count the request once.
+retry may help. If the engine is lost after that, another engine resumes the answer (`resume.py`).
+Memory is reserved anew on each engine, but quota, limits and metrics count the request only once.
 
 An answer ends with the reason TIMEOUT if its next token does not arrive in time, or if the time
 limit for the whole answer has passed.
@@ -42,15 +42,15 @@ from ullage_router.tickets.signing import TicketSigner
 
 MAX_ENGINE_FAILURES = 3
 TOTAL_MARGIN_S = 0.5
-"""Seconds before a request's time limit within which a TIMEOUT counts as reaching the limit.
+"""Margin before a request's time limit, in seconds.
 
 Engines end answers slightly early. An answer that ends with TIMEOUT within this margin has
-therefore used up its time. An earlier TIMEOUT means that the engine stalled.
+therefore used up its time, whereas an earlier TIMEOUT means that the engine stalled.
 """
 _NO_ENGINE = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, *errors.OF_THE_ROUTER}
 )
-"""Statuses of failures that the request did not cause, so that the client may retry."""
+"""Statuses of failures that are not the request's fault, so the client may retry."""
 
 
 class EngineSender:
@@ -63,7 +63,7 @@ class EngineSender:
         balancer: provides the retry budget.
         signer: signs requests for engines that require tickets, or None if no engine does.
         rollout: counts outcomes by side, or None if canaries are not configured.
-        on_resumption: called whenever an answer's engine is lost.
+        on_resumption: called whenever an engine is lost while it generates an answer.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EngineSender:
         self._resumer = Resumer(admission, self._send, on_resumption)
 
     async def generate(self, call: Call) -> ResponseStream:
-        """Run the request, and try other engines as long as another attempt may help.
+        """Run the request, trying other engines as long as another attempt may help.
 
         Raises:
             ServiceError: the request is refused or invalid, or the last attempt failed.
@@ -115,7 +115,7 @@ class EngineSender:
                 call.decisions.add_step("engine", error.reason, degraded=call.prompt.degraded)
 
     async def try_once(self, call: Call) -> ResponseStream:
-        """Run the request on a canary engine that has free memory now, without retries.
+        """Run the request on a canary engine that has free memory right now, without retrying.
 
         Raises:
             ServiceError: the request is refused, or the engine failed.
@@ -135,7 +135,7 @@ class EngineSender:
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
         """Return whether to retry a failed request on another engine.
 
-        A retry after an engine fault is taken from the retry budget.
+        If the failure was the engine's fault, the retry is taken from the retry budget.
         """
         breakages = sum(failure.reason in BREAKAGES for failure in failures)
         is_enough = len(failures) >= MAX_ENGINE_FAILURES or breakages >= MAX_BREAKAGES
@@ -149,7 +149,7 @@ class EngineSender:
     async def _send_to_engine(
         self, call: Call, reservation: Reservation, progress: Progress
     ) -> EngineStream:
-        """Send the request to the reserved engine, and wait for the first token.
+        """Send the request to the engine on which memory is reserved, and wait for its first token.
 
         Raises:
             ServiceError: the engine refused or failed.
@@ -211,7 +211,7 @@ class EngineSender:
 
 
 class Generation:
-    """An answer that has started and that several engines may generate in turn."""
+    """An answer that has started. If its engine is lost, other engines may continue it."""
 
     def __init__(
         self,
@@ -230,14 +230,14 @@ class Generation:
         self._takeover: Takeover | None = None
         self._resumed_on: list[str] = []
         self._num_counted: int | None = None
-        """Number of output tokens that the engine counted, or None until the answer has ended."""
+        """Number of output tokens reported by the engine, or None until the answer has ended."""
 
     @property
     def output_tokens(self) -> int:
         return self._progress.num_tokens if self._num_counted is None else self._num_counted
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the answer's events from every engine that contributes to it.
+        """Yield the answer's events from all of the engines that contribute to it.
 
         Raises:
             ServiceError: the answer was lost after tokens were sent.
@@ -283,9 +283,9 @@ class Generation:
             yield event
 
     def _is_out_of_time(self, failure: ServiceError) -> bool:
-        """Return whether an answer that was not resumed in time ends with its tokens so far.
+        """Return whether an answer that could not be resumed in time should end with a timeout.
 
-        If not, the client gets an error.
+        It then keeps the tokens generated so far. Otherwise, the client gets an error.
         """
         has_tokens = self._progress.num_tokens > 0
         return has_tokens and failure.reason in (errors.ENGINE_LOST, errors.ENGINE_SILENT)
@@ -381,7 +381,7 @@ class _OnEngine:
         """Record that the answer or one of its samples has ended.
 
         Raises:
-            ServiceError: the engine cut the answer off.
+            ServiceError: the engine cut the answer short.
         """
         if event.HasField("sample_finished"):
             _check_ending(event.sample_finished)
@@ -392,7 +392,7 @@ class _OnEngine:
             self._note_ending(event.finished)
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
-        """Report the answer's outcome to the circuit breaker, unless it reached its time limit."""
+        """Report the outcome to the circuit breaker, unless the answer reached its time limit."""
         engine = self._reservation.engine
         credit = self._reservation.credit
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
@@ -402,7 +402,7 @@ class _OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._deadline.token_timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Return a final event if the answer merely reached its time limit, or raise the error."""
+        """Return a final event if the answer merely hit its time limit, or else raise the error."""
         engine = self._reservation.engine
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if not engine.is_silent:
@@ -428,7 +428,7 @@ class _OnEngine:
 def _engine_request(
     call: Call, reservation: Reservation, progress: Progress
 ) -> inference_pb2.GenerateRequest:
-    """Return the request to send to the engine, with token ids and the granted output limit."""
+    """Return the request to send to the engine, with token ids and the admitted output limit."""
     limit_s = reservation.credit.step_limit_s
     request = inference_pb2.GenerateRequest(
         request_id=call.record.request_id,
@@ -464,7 +464,7 @@ def _engine_request(
 def _complete_acceptance(
     from_engine: inference_pb2.Accepted, call: Call, reservation: Reservation
 ) -> inference_pb2.Accepted:
-    """Return the engine's acceptance message, completed with the router's decision."""
+    """Return the engine's acceptance message, with the router's decision filled in."""
     decision = call.decisions.latest
     prompt = reservation.prompt
     max_tokens = reservation.max_tokens
@@ -498,7 +498,7 @@ async def _expect(source: Source) -> Event:
 
 
 def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
-    """Raise ServiceError if the engine cancelled the answer because it is draining."""
+    """Raise ServiceError if the engine cut the answer short because it is draining."""
     if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
         raise errors.cancelled_by_engine()
 

@@ -1,11 +1,11 @@
-"""Gives a tenant's requests with the same `Idempotency-Key` one answer, generated only once.
+"""Generates only one answer for a tenant's requests with the same `Idempotency-Key`.
 
-A repeated request joins the running generation, or gets the finished answer while the answer is
-cached. Using a key again with a different request is an error. A request is forgotten if it failed,
-or if all clients left before its end. The next request with the same key then runs normally.
+A repeated request joins the running generation, or gets the finished answer while it is cached.
+Reusing a key for a different request is an error. A request is forgotten if it fails, or if all
+clients leave before it has finished. The next request with the same key then runs normally.
 
-Answers are kept in this router's memory. If a request with the same key reaches another replica,
-that replica generates the answer again.
+Answers are kept in this router's memory. If a request with the same key reaches another router
+replica, that replica generates the answer again.
 """
 
 import time
@@ -25,7 +25,7 @@ from ullage_router.pipeline.replace import checked_key
 HEADER = "idempotency-key"
 
 _Name = tuple[str, str]
-"""Identifies an answer by (tenant, idempotency key)."""
+"""An answer's key: (tenant, idempotency key)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class _Entry:
     """The first request with an idempotency key, and its answer."""
 
     digest: bytes
-    """Digest of the request, to detect a different request with the same key."""
+    """Digest of the request, used to detect a different request with the same key."""
     generation: SharedGeneration
     size: int = 0
     """Size of the finished answer in bytes."""
@@ -42,7 +42,7 @@ class _Entry:
 
 
 class IdempotencyKeys:
-    """Keeps running answers by key, and finished answers until they expire.
+    """Keeps answers by idempotency key while they are running, and afterwards until they expire.
 
     Args:
         section: limits on the lifetime and the total size of finished answers.
@@ -61,7 +61,7 @@ class IdempotencyKeys:
         self._clock = clock
         self._running: dict[_Name, _Entry] = {}
         self._finished: OrderedDict[_Name, _Entry] = OrderedDict()
-        """Finished answers, in the order in which they expire."""
+        """Finished answers, in the order in which they will expire."""
         self._size = 0
         self.repeated = 0
 
@@ -71,7 +71,7 @@ class IdempotencyKeys:
         return self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Return the answer of the first request with the call's key, or start that request.
+        """Return the answer to the first request with the call's key, or run the call if it is new.
 
         Raises:
             ServiceError: the key is too long, was used with a different request, or `proceed`

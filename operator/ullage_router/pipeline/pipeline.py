@@ -1,8 +1,8 @@
-"""The stages of a request, from its first checks to the first token of its answer.
+"""The stages of a request, from the first checks to the first token of its answer.
 
 `RequestStages` calls the stages in order. The order matters for two reasons. A request is charged
-only once the router knows where the request may run. A request may share a generation only after
-its quota and its prompt have been checked. The stages of disabled features are skipped.
+only once the router knows where it may run. It may share a generation only after its quota and
+prompt have been checked. The stages of disabled features are skipped.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _CANCELLED = (asyncio.CancelledError, GeneratorExit)
 
 
 class OptionalStages(msgspec.Struct, frozen=True):
-    """The stages of optional features, where None means that the feature is disabled."""
+    """The stages of optional features, each of which is None if the feature is disabled."""
 
     replacer: Replacer | None = None
     idempotency: IdempotencyKeys | None = None
@@ -52,8 +52,8 @@ class OptionalStages(msgspec.Struct, frozen=True):
 class RequestStages:
     """Runs the stages of every request up to the first token of its answer.
 
-    Each stage method gets the call with the results of the earlier stages, adds its own results,
-    and passes the call to the next method.
+    Each stage method receives the call with the results of earlier stages, adds its own results,
+    and passes the call on to the next method.
 
     Args:
         config: the configured model name and limits.
@@ -92,7 +92,7 @@ class RequestStages:
         return await self._in_time(call)
 
     async def _in_time(self, call: Call) -> ResponseStream:
-        """Run the request under the time limit for its first token."""
+        """Run the request, enforcing the time limit for its first token."""
         deadline = call.deadline
         try:
             async with asyncio.timeout(max(0.0, deadline.first_token_remaining_s)) as timeout:
@@ -102,7 +102,7 @@ class RequestStages:
             raise errors.deadline(deadline.token_timeout_s) from error
 
     async def _opened(self, call: Call) -> ResponseStream:
-        """Give requests with equal idempotency keys one answer, and run any configured cascade."""
+        """Let requests with equal idempotency keys share an answer, and run the cascade, if any."""
         optional = self._optional
         if optional.rollout:
             optional.rollout.refuse_when_stopped()
@@ -114,14 +114,15 @@ class RequestStages:
     async def _in_cascade(self, call: Call) -> ResponseStream:
         """Run the cascade, whose steps may include this service's own engines.
 
-        The tenant is charged an estimate, because another service may count the request's tokens.
+        The tenant is charged an estimate, because the request's tokens may be counted by another
+        service.
         """
         assert self._optional.cascade
         call.tenant.charge(estimated_tokens(call.request), self._expected_output(call))
         return await self._optional.cascade.run(call, self._on_own_engines)
 
     async def _on_own_engines(self, call: Call) -> ResponseStream:
-        """Choose a side of the rollout, and render the prompt for that side's model."""
+        """Choose a side of the rollout, stable or canary, and render the prompt for its model."""
         scale_to_zero = self._optional.scale_to_zero
         rollout = self._optional.rollout
         if scale_to_zero:
@@ -183,7 +184,7 @@ class RequestStages:
         return prompt
 
     def _expected_output(self, call: Call) -> int:
-        """Return how many output tokens to charge in advance for all answers of the request."""
+        """Return the output tokens to charge in advance for all of the request's answers."""
         if call.request.embed:
             return 0
         limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)
@@ -225,7 +226,7 @@ class RequestPipeline:
     async def serve(
         self, call: Call, cancelled_by: Callable[[], ServiceError | None] = lambda: None
     ) -> AsyncIterator[ResponseStream]:
-        """Serve a call, and provide its answer from the first token until the `with` block ends.
+        """Serve a call, and provide its answer from the first token until the `with` block exits.
 
         Args:
             cancelled_by: returns the error if another request caused the cancellation, or None if
@@ -310,7 +311,7 @@ def _copy_decision(call: Call) -> None:
 
 
 def _copy_error(record: RequestRecord, error: BaseException) -> None:
-    """Record the error that the client gets."""
+    """Copy the error that the client gets to the request's record."""
     if isinstance(error, ServiceError):
         record.status = errors.http_status(error)
         record.error = error.reason

@@ -1,6 +1,6 @@
 """Ends a tenant's request when a later request has the same `x-ullage-replace` key.
 
-`Idempotency-Key` does the opposite: the later request gets the earlier request's answer
+This is the opposite of `Idempotency-Key`, where the later request gets the earlier request's answer
 (`pipeline/idempotency.py`).
 """
 
@@ -18,14 +18,14 @@ from ullage_router.errors import REPLACED
 MAX_KEY_CHARACTERS = 256
 HEADER = "x-ullage-replace"
 MAX_WAIT_S = 1.0
-"""Maximum seconds that a later request waits for the earlier request to release its quota."""
+"""Maximum seconds that a later request waits for the earlier one to release its quota."""
 
 
 class Replacer:
-    """Tracks the running requests that later requests with the same key may replace.
+    """Tracks running requests that a later request with the same key may replace.
 
     replaced
-        number of requests that later requests have replaced
+        number of requests that were replaced by later requests
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Replacer:
 
 
 class _Holder:
-    """The request that currently holds a key, and the task that serves the request."""
+    """The request that currently holds a replacement key, and the task that serves it."""
 
     def __init__(self, key: str) -> None:
         task = asyncio.current_task()
@@ -79,11 +79,11 @@ class _Holder:
         self._is_waiting = False
 
     async def end(self) -> None:
-        """Cancel the request, and wait up to `MAX_WAIT_S` until it has ended.
+        """Cancel the request, and wait up to `MAX_WAIT_S` seconds until it has ended.
 
         The engine stops immediately. The request also ends immediately if its task is waiting for
-        the answer. Otherwise, for example while a slow client reads, the request ends when its task
-        next reads from the answer.
+        the answer. Otherwise, for example while a slow client is reading, the request ends the next
+        time its task reads from the answer.
         """
         self._is_replaced = True
         if self._is_waiting:
@@ -96,7 +96,7 @@ class _Holder:
 
     @contextlib.contextmanager
     def cancellable(self) -> Iterator[None]:
-        """Let the request be cancelled within a `with` block, while its task waits for the answer.
+        """Allow cancellation in the `with` block, while the request's task waits for the answer.
 
         Raises:
             ServiceError: a later request replaced this request.
@@ -123,7 +123,7 @@ class _Holder:
 
 
 class _ReplaceableStream:
-    """The answer of a request that a later request with the same key may replace."""
+    """The answer to a request that a later request with the same key may replace."""
 
     def __init__(
         self, stream: ResponseStream, holder: _Holder, on_close: Callable[[], None]

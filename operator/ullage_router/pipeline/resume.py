@@ -1,7 +1,7 @@
-"""Resumes answers on another engine when their engine is lost.
+"""Resumes answers on another engine when the engine that generates them is lost.
 
-Another engine continues from the tokens received so far, and the client sees only a pause. If no
-engine is available, the answer waits for one up to the time limit between two tokens.
+The other engine continues from the tokens received so far, so the client notices only a pause. If
+no engine is available, the answer waits for one, for up to the time limit between two tokens.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ ANOTHER_ENGINE_MAY = frozenset(
         *errors.OF_THE_ROUTER,
     }
 )
-"""Statuses of failures that may not recur on another engine. Other failures would recur."""
+"""Statuses of failures after which a retry on another engine may succeed."""
 _ANOTHER_MAY_GO_ON = ANOTHER_ENGINE_MAY | {grpc.StatusCode.UNIMPLEMENTED}
-"""Statuses after which another engine may still resume an answer.
+"""Statuses of failures after which another engine may still resume an answer.
 
 They include UNIMPLEMENTED, because some engines may not support continuations.
 """
@@ -47,15 +47,15 @@ They include UNIMPLEMENTED, because some engines may not support continuations.
 log = logging.getLogger(__name__)
 
 OnResumption = Callable[[str, str], None]
-"""A callback for the loss of an engine after the first token of an answer.
+"""A callback for the loss of an engine after an answer's first token.
 
-Its arguments are the cause of the loss, and the outcome for the answer (`resumed` or `lost`).
+Its arguments are the cause of the loss, and whether the answer was `resumed` or `lost`.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resumer:
-    """The components and state that all attempts to resume answers share."""
+    """Components and state that all attempts to resume answers share."""
 
     admission: Admission
     send: Send
@@ -63,14 +63,14 @@ class Resumer:
     _suspected: set[str] = field(default_factory=set)
     """Keys of the engines that are currently running a suspect.
 
-    A suspect is a request that may have crashed earlier engines. It is cleared as soon as its next
-    token arrives. An engine runs at most one suspect at a time, so that no other suspect is blamed
-    for a crash.
+    A suspect is a request that may have crashed the engines it ran on. It is cleared as soon as its
+    next token arrives. An engine runs at most one suspect at a time, so that a crash can be
+    attributed to the right one.
     """
 
     @contextlib.contextmanager
     def alone(self, reservation: Reservation) -> Iterator[None]:
-        """Keep other suspects away from the reserved engine within a `with` block.
+        """Keep other suspects away from the reserved engine inside the `with` block.
 
         Raises:
             _SuspectThere: the engine is already running a suspect. The reservation was released.
@@ -87,7 +87,7 @@ class Resumer:
 
 
 class Takeover:
-    """Moves an answer to another engine whenever its engine is lost.
+    """Moves one answer to another engine whenever its current engine is lost.
 
     Args:
         resumer: the components and state that all attempts to resume answers share.
@@ -108,10 +108,10 @@ class Takeover:
     async def resume(
         self, lost: Reservation, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
-        """Resume the answer as soon as another engine can take it.
+        """Resume the answer as soon as another engine can take over.
 
         Args:
-            lost: the reservation on the lost engine, whose credit was already released.
+            lost: the reservation on the lost engine, whose memory has already been released.
             error: the error that interrupted the answer.
 
         Raises:
@@ -151,7 +151,7 @@ class Takeover:
     async def _take_over(
         self, lost: Reservation, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
-        """Try engines until one resumes the answer, or fail after too many losses."""
+        """Try engines until one of them resumes the answer, or give up after too many losses."""
         progress = self._progress
         while True:
             self._losses.add(error, progress)
@@ -173,8 +173,8 @@ class Takeover:
     async def _on_next_engine(self) -> tuple[Reservation, EngineStream]:
         """Wait until an engine continues the answer.
 
-        A suspect is sent only to an engine that runs no other suspect. The wait for such an engine
-        does not count toward the time limit between two tokens.
+        A suspect is sent only to an engine that runs no other suspect. The time spent waiting for
+        such an engine does not count towards the time limit between two tokens.
 
         Raises:
             _EngineLost: an engine failed before it sent another token.
@@ -193,7 +193,7 @@ class Takeover:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _try_once(self) -> tuple[Reservation, EngineStream] | None:
-        """Try to resume the answer on one engine, and return None if no engine accepts it now.
+        """Try to resume the answer on one engine, or return None if no engine accepts it now.
 
         Raises:
             _SuspectThere: the engine is already running another suspect.
@@ -241,11 +241,11 @@ class Takeover:
 
 
 class _SuspectThere(Exception):
-    """Raised if the engine is already running another request that may have crashed engines."""
+    """Raised if an engine is already running another request that may have crashed engines."""
 
 
 class _EngineLost(Exception):
-    """Raised when an engine that should resume an answer fails before it sends a token."""
+    """Raised if the engine that is to resume an answer fails before it sends a token."""
 
     def __init__(self, reservation: Reservation, error: ServiceError) -> None:
         super().__init__(error.message)
@@ -254,12 +254,12 @@ class _EngineLost(Exception):
 
 
 def _is_refusal(error: ServiceError) -> bool:
-    """Return whether an error means that the engine refused the request, rather than failed."""
+    """Return whether an error means that the engine refused the request rather than failed."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in errors.LEAVING
 
 
 def _cause_of(error: ServiceError) -> str:
-    """Return the cause of an engine's loss as a metric label."""
+    """Return the cause of an engine's loss, as a metric label."""
     if error.reason in BREAKAGES:
         return "worker"
     if error.reason in errors.LEAVING:

@@ -1,8 +1,8 @@
 """Follows the rollout file, and picks a side (stable or canary) for each request.
 
-The operator writes a small file with the canary's engines and its percentage of requests. The file
-also lists the stable engines' adapters, because a pool that is scaled to zero has no engines to
-report them. The router rereads the file within a second of a change, so no restart is needed.
+The operator writes a small file that names the canary's engines and its percentage of requests. The
+file also lists the stable engines' adapters, because a pool that is scaled to zero has no engines
+to report them. The router rereads the file within a second of a change, without a restart.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from ullage_common.process.file_watch import Fingerprint, fingerprint, follow
 from ullage_router.policy.facts import Side
 
 GOLDEN = 0.6180339887498949
-"""(√5 - 1) / 2, whose multiples modulo 1 are spread more evenly than those of any other number."""
+"""(√5 - 1) / 2. Its multiples modulo 1 are spread more evenly than those of any other number."""
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +33,18 @@ class CanarySection(Strict, frozen=True, kw_only=True):
     weight: Annotated[int, msgspec.Meta(ge=0, le=100)]
     """Percentage of new requests that are sent to the canary."""
     step: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """The current step of the rollout. Outcome counts are reset at each step."""
+    """The current rollout step. The outcome counts are reset at each step."""
     pools: Annotated[tuple[PoolSection, ...], msgspec.Meta(min_length=1)]
-    """The canary's pools, each with the same name as the configured pool that it belongs to."""
+    """The canary's pools, each named after the configured pool to which it belongs."""
 
 
 class RolloutFile(Strict, frozen=True, kw_only=True):
-    """The rollout file, which the operator writes and the router follows."""
+    """Content of the rollout file, which the operator writes and the router follows."""
 
     revision: str = ""
-    """Revision of the stable engines (empty if unknown)."""
+    """Revision that the stable engines run (empty if unknown)."""
     adapters: tuple[Text, ...] | None = None
-    """Adapters that woken engines will serve, or None if only running engines report them."""
+    """Adapters that engines will serve once woken, or None to rely on what engines report."""
     canary: CanarySection | None = None
     stopped: bool = False
     """Whether the service was stopped intentionally and has no engines."""
@@ -53,13 +53,13 @@ class RolloutFile(Strict, frozen=True, kw_only=True):
 class SideDraw:
     """Picks a side, stable or canary, for each request.
 
-    The side of a session depends on a hash of its name. All routers therefore pick the same side,
-    and a session on the canary stays there while the weight grows.
+    A session's side depends on a hash of its name. All routers therefore pick the same side, and a
+    session that is on the canary stays there while the canary's weight grows.
 
-    Other requests follow a low-discrepancy sequence, which consists of the fractional parts of
-    multiples of the golden ratio. Among any n successive requests, the canary's fraction is exact
-    to one or two requests. The sequence also has no period that could coincide with a period in the
-    traffic.
+    Other requests follow a low-discrepancy sequence: the fractional parts of multiples of the
+    golden ratio. Among any n consecutive requests, the canary's count is within one or two requests
+    of its exact fraction. Unlike a fixed pattern, the sequence cannot fall into step with a
+    periodic pattern in the traffic.
 
     Args:
         start: first point of the sequence, from 0 to 1.
@@ -74,7 +74,8 @@ class SideDraw:
         Args:
             weight: percentage of requests that the canary gets.
             session: the request's session (empty for none).
-            salt: changes which sessions go to the canary.
+            salt: a string that is hashed along with the session, so that each canary gets different
+                sessions.
         """
         if session:
             digest = hashlib.blake2b(f"{salt}\0{session}".encode(), digest_size=8).digest()
@@ -100,7 +101,7 @@ class Canary:
         self._task: asyncio.Task[None] | None = None
 
         self.problem = ""
-        """Why the file cannot be used (empty if it can). The last valid content stays in use."""
+        """Why the file cannot be used (empty if it can). The last valid content remains in use."""
 
     async def start(self) -> None:
         if self._path is None:
@@ -170,9 +171,9 @@ class Canary:
 
 
 def trial(canary: CanarySection | None) -> str:
-    """Return the name of the current trial (empty while the canary gets no requests).
+    """Return a name for the current trial (empty while the canary gets no requests).
 
-    The name does not include the weight, because the weight depends on the pools' sizes and may
-    change during a step.
+    The name does not include the canary's percentage of requests, because that depends on the
+    pools' sizes and may change during a step.
     """
     return f"{canary.revision}/{canary.step}" if canary and canary.weight else ""

@@ -1,8 +1,8 @@
 """Counts the outcomes of requests on both sides of a rollout trial.
 
-A trial is one canary at one rollout step. Both sides start from zero when the trial starts and are
-counted over the same time, so that their counts are comparable. Durations are counted in buckets to
-bound memory.
+A trial is one canary at one rollout step. Counting starts from zero on both sides when the trial
+starts, so the counts cover the same period and are comparable. Durations are counted in buckets to
+limit memory use.
 """
 
 import time
@@ -26,7 +26,7 @@ BOUNDS_S = tuple(round(0.01 * 2 ** (n / 2), 4) for n in range(28))
 
 @dataclass(slots=True)
 class DurationHistogram:
-    """Counts of durations by bucket, where the last bucket has no upper bound."""
+    """Number of durations in each bucket. The last bucket has no upper bound."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
 
@@ -42,22 +42,23 @@ class SideCounts:
     failed: int = 0
     """Number of failed requests.
 
-    These are requests that failed because of the engine, and requests that the canary refused
-    although stable engines served them.
+    These are requests that failed because of the engine, and requests that the canary rejected but
+    the stable engines served.
     """
     declined: int = 0
     """Number of requests that were assigned to the canary while it had no free memory."""
     ttft: DurationHistogram = field(default_factory=DurationHistogram)
     """Times from sending a request to its first token.
 
-    The wait before sending is not included, because it depends on the pool and not on the revision.
+    Waiting before the request is sent is excluded, because it depends on the pool rather than on
+    the revision.
     """
     e2e: DurationHistogram = field(default_factory=DurationHistogram)
     """Times from sending a request to its last token."""
 
 
 class Observation:
-    """Records one request's outcome for the trial in which the request was sent."""
+    """Records one request's outcome in the trial during which it was sent."""
 
     def __init__(self, tally: SideCounts) -> None:
         self._tally = tally
@@ -72,11 +73,11 @@ class Observation:
         self._tally.e2e.add(time.monotonic() - self._sent)
 
     def on_failure(self, error: ServiceError) -> None:
-        """Count the request as failed if the error counts as a failure of the revision."""
+        """Count the request as failed if the error is attributed to the revision."""
         self._tally.failed += is_failure(error)
 
     def on_timeout(self) -> None:
-        """Count the request as failed because no token arrived for too long."""
+        """Count the request as failed because no token arrived in time."""
         self._tally.failed += 1
 
 
@@ -84,8 +85,8 @@ class Outcomes:
     """Counts the outcomes of both sides in the current trial.
 
     Args:
-        falls: returns how often workers or servers of a side's engines have crashed.
-        falls_before: returns the same count for engines that are gone or draining.
+        falls: returns how often workers or servers of one side's engines have crashed.
+        falls_before: returns the same count, limited to engines that are gone or draining.
     """
 
     def __init__(self, falls: Callable[[Side], int], falls_before: Callable[[Side], int]) -> None:
@@ -98,9 +99,9 @@ class Outcomes:
     def follow(self, trial: str, canary: str) -> None:
         """Reset the counts if the trial has changed.
 
-        Crashes of engines (falls) are counted from the creation of the canary, over all of its
-        steps. A router learns of a new step up to a minute late, so crashes in that minute would
-        otherwise not count for any step.
+        In contrast, engine crashes (falls) are counted across all steps since the canary was
+        created. Routers learn of a new step up to a minute late, and crashes during that minute
+        would otherwise be missed.
 
         Args:
             trial: name of the trial (empty while the canary gets no requests).
@@ -119,7 +120,7 @@ class Outcomes:
             self._tallies = {side: SideCounts() for side in Side}
 
     def observe(self, side: Side) -> "Observation":
-        """Start recording the outcome of a request that is sent now."""
+        """Start recording the outcome of a request that is about to be sent."""
         return Observation(self._tallies[side])
 
     def on_declined(self) -> None:
@@ -129,7 +130,7 @@ class Outcomes:
     def on_contradicted(self, error: ServiceError) -> None:
         """Count a request that the canary rejected with an error but stable engines served.
 
-        Failures of the canary's engines have already been counted.
+        If the error was the fault of the canary's engine, it has already been counted.
         """
         tally = self._tallies[Side.CANARY]
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -156,7 +157,7 @@ class Outcomes:
         }
 
     def samples(self) -> Iterator[tuple[Side, str, str, int]]:
-        """Yield (side, name, bucket's upper bound, count) for every count of the trial."""
+        """Yield (side, name, bucket's upper bound, count) for each of the trial's counts."""
         for side, tally in self._tallies.items():
             yield side, "succeeded", "", tally.succeeded
             yield side, "failed", "", tally.failed

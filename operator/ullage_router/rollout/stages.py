@@ -1,4 +1,4 @@
-"""The pipeline stages that take part in a canary rollout."""
+"""The pipeline stages that implement the router's part of a canary rollout."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ from ullage_router.rollout.canary import Canary, RolloutFile, trial
 from ullage_router.rollout.outcomes import ObservedStream, Outcomes
 
 Send = Callable[[Call, Reservation, Progress], Awaitable[EngineStream]]
-"""A function that sends a request to its reserved engine and waits for the first token."""
+"""A function that sends a request to the engine reserved for it, and waits for the first token."""
 
 
 class Rollout:
@@ -28,8 +28,8 @@ class Rollout:
         path: path of the rollout file, or None if canaries are not configured.
         engines: follows the engines of both sides.
         model: the service's model name, for error messages.
-        prompts: renders a request again for the stable engines if they have another model.
-        on_stop: called whenever the file changes, with whether the service is stopped.
+        prompts: re-renders a request for the stable engines if they have a different model.
+        on_stop: called whenever the file changes. Its argument is whether the service is stopped.
     """
 
     def __init__(
@@ -63,16 +63,20 @@ class Rollout:
             raise stopped(self._model)
 
     def draw_side(self, call: Call) -> Side:
-        """Pick the request's side, or use the other side if only that has a ready engine."""
+        """Pick a side, falling back to the other side if the picked one has no ready engine.
+
+        Only engines that serve the request's adapter count. If neither side has one, the picked
+        side is returned.
+        """
         drawn = self.canary.draw(call.request.session_id)
         other = Side.STABLE if drawn is Side.CANARY else Side.CANARY
         is_ready = functools.partial(self._engines.is_ready_on, adapter=call.adapter)
         return other if not is_ready(drawn) and is_ready(other) else drawn
 
     async def try_canary(self, call: Call, proceed: Handler, once: Handler) -> ResponseStream:
-        """Make one attempt on the canary without waiting, then fall back to the stable engines.
+        """Try the request once on the canary without waiting, then fall back to the stable engines.
 
-        For requests on the stable side, or if no stable engine is ready, `proceed` is called
+        If the request is on the stable side, or if no stable engine is ready, `proceed` is called
         directly.
 
         Args:
@@ -100,7 +104,7 @@ class Rollout:
         return stream
 
     async def _for_stable(self, call: Call) -> Call:
-        """Return a copy of the call for the stable engines, with a prompt for their model."""
+        """Return a copy of the call with its prompt rendered for the stable engines' model."""
         prompt = call.prompt
         model = self._engines.served_model(
             call.request.model, Side.STABLE, call.tenant.rules.models

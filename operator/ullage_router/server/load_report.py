@@ -1,8 +1,8 @@
 """The load report from which the operator scales pools: memory, queues and late first tokens.
 
-Each router reports its own observations, which the operator sums over all routers. A report also
-contains values that engines report identically to every router. For these, the operator uses the
-report of the router that sees the most engines.
+Each router reports what it has observed itself, and the operator adds up the reports of all
+routers. A report also contains values that are the same for all routers, because the engines report
+them. For these, the operator uses the report of the router that sees the most engines.
 """
 
 import time
@@ -17,13 +17,13 @@ from ullage_router.engines.engines import Engines
 from ullage_router.telemetry.record import RequestRecord
 
 WINDOW_S = 60
-"""Length of the sliding window in which first tokens are counted, in seconds."""
+"""Length of the sliding window over which first tokens are counted, in seconds."""
 _SLOT_S = 10
-"""Length of each slot of the window, in seconds."""
+"""Length of each of the window's time slots, in seconds."""
 
 
 class _FirstTokens:
-    """Counts one pool's first tokens in a sliding window, which is divided into slots."""
+    """Counts one pool's first tokens in a sliding window that is divided into time slots."""
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[int, int]] = {}
@@ -47,7 +47,7 @@ class _FirstTokens:
 
 
 class LoadReporter:
-    """Counts first tokens by pool, and reports each pool's load.
+    """Counts the first tokens of each pool, and reports each pool's load.
 
     Args:
         clock: returns monotonic time in seconds.
@@ -71,7 +71,11 @@ class LoadReporter:
         self._used = dict.fromkeys(self._pools, clock())
 
     def on_end(self, record: RequestRecord) -> None:
-        """Count the first token of a request that has ended."""
+        """Count the first token of a request that has ended.
+
+        A request that was held while its pool was being woken is not counted, because its delay
+        does not mean that there are too few engines.
+        """
         pool = record.decision.pool
         if pool not in self._tokens:
             return
@@ -86,7 +90,7 @@ class LoadReporter:
         return {pool: self._pool(pool, *waits.get(pool, (0, 0, 0.0))) for pool in self._pools}
 
     async def wait_until_wanted(self, within_s: float) -> None:
-        """Wait until there is demand for a pool that is scaled to zero, or `within_s` passes."""
+        """Wait until a pool that is scaled to zero is in demand, or `within_s` has elapsed."""
         await self._scale_to_zero.queue.wait_until_wanted(self._scale_to_zero.pools, within_s)
 
     def _pool(self, pool: str, queued: int, size: int, oldest: float) -> PoolReport:

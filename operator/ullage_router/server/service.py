@@ -48,7 +48,7 @@ class RouterService:
     """All components of the router except the HTTP and gRPC servers.
 
     observers
-        functions that are called with the record of every request that has ended
+        functions that are called with each request's record when the request has ended
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -185,20 +185,20 @@ class RouterService:
         """Return whether this router can respond to requests and is not stopping.
 
         A router can respond once it has seen a ready engine, if a pool can be woken, or if the
-        service was stopped intentionally. A router that has lost its engines stays ready. Its
-        requests wait for engines, continue with the next cascade step, or get an error with
-        Retry-After. Without a ready router, they would get no response at all.
+        service was stopped intentionally. A router that has since lost its engines stays ready,
+        because its requests still wait for engines, continue with the next cascade step, or get an
+        error with Retry-After. Without any ready router, they would get no response at all.
         """
         answers = self._has_served or self.rollout.canary.is_stopped
         return (answers or bool(self.scale_to_zero.scaled_to_zero)) and not self.is_leaving
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the router is about to stop, so that no new client should connect."""
+        """Return whether the router is about to stop, so that no new clients should connect."""
         return self._is_leaving or self.pipeline.is_draining
 
     def leave(self) -> None:
-        """Mark the router as not ready, but keep serving requests that still arrive."""
+        """Mark the router as not ready, but keep serving requests that still come in."""
         self._is_leaving = True
 
     def snapshot(self) -> dict[str, object]:
@@ -260,7 +260,7 @@ class RouterService:
         self.scale_to_zero.queue.on_engines_change()
 
     def _reconnect(self) -> None:
-        """Reconnect to all engines because the certificate has changed."""
+        """Reconnect to all engines after a certificate change."""
         self.engines.reconnect(self.config.limits.total_timeout)
 
     def _tenant_metrics(self) -> TenantMetrics | None:
@@ -269,7 +269,7 @@ class RouterService:
         return TenantMetrics(self.metrics.registry, self._named_tenants())
 
     def _named_tenants(self) -> tuple[str, ...]:
-        """Return the names of the tenants that have separate labels in metrics."""
+        """Return the names of the tenants that have labels of their own in metrics."""
         section = self.config.tenants
         return (ANONYMOUS, *(tenant.name for tenant in section.tenants)) if section else ("",)
 

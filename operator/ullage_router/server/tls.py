@@ -1,4 +1,4 @@
-"""The router's TLS certificates, for its own servers and for connections to engines."""
+"""The router's TLS certificates for its own servers and for connections to engines."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from ullage_common.wire.tls import Certificates
 
 
 class RouterTLS:
-    """Loads the configured certificates, and reports the state of all certificates in use.
+    """Loads the configured certificates, and reports the status of all certificates in use.
 
     Args:
         on_engines_change: called when the engines' certificates have changed, so that channels must
@@ -21,7 +21,7 @@ class RouterTLS:
     def __init__(self, section: TLSSection, on_engines_change: Callable[[], None]) -> None:
         self._server_name = section.engines.server_name if section.engines else ""
         self.accepts_plaintext = bool(section.engines and section.engines.accept_plaintext)
-        """Whether the router may connect to engines in plaintext if they do not use TLS."""
+        """Whether the router may fall back to plaintext for engines that do not use TLS."""
         self.server: Certificates | None = None
         self.engines: Certificates | None = None
         self._others: dict[str, Certificates] = {}
@@ -33,11 +33,11 @@ class RouterTLS:
             self.engines = Certificates(folder, folder, on_engines_change)
 
     def add(self, certificates: Mapping[str, Certificates]) -> None:
-        """Include certificates that another component manages, by name, in the reported state."""
+        """Include certificates that another component manages, by name, in the status report."""
         self._others.update(certificates)
 
     async def start(self) -> None:
-        """Read the configured certificates, and start to follow their changes.
+        """Load the configured certificates, and start watching them for changes.
 
         Raises:
             ConfigError: a certificate cannot be used.
@@ -51,7 +51,7 @@ class RouterTLS:
 
     @property
     def dialer(self) -> Callable[[str], grpc.aio.Channel] | None:
-        """Return a function that opens TLS channels to engines, or None for plaintext."""
+        """Return a function that opens TLS channels to engines, or None if TLS is not used."""
         return self._dial if self.engines else None
 
     def _dial(self, address: str) -> grpc.aio.Channel:
@@ -60,17 +60,17 @@ class RouterTLS:
 
     @property
     def num_problems(self) -> int:
-        """Return how many certificates have a problem, for example because they have expired."""
+        """Return the number of certificates that have a problem, such as having expired."""
         return sum(bool(c.state()["problem"]) for c in self._all().values())
 
     @property
     def expiry(self) -> float:
-        """Return the Unix time at which the next certificate expires, or 0 without certificates."""
+        """Return the Unix time when the first certificate expires, or 0 without certificates."""
         ends = [c.material.expires.timestamp() for c in self._all().values()]
         return min(ends, default=0.0)
 
     def snapshot(self) -> dict[str, object]:
-        """Return the state of all certificates for /stats, or an empty dict without TLS."""
+        """Return the status of all certificates for /stats, or an empty dict without TLS."""
         states = {name: certificates.state() for name, certificates in self._all().items()}
         return {"tls": states} if states else {}
 

@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics, whose labels have only a few values each."""
+"""The router's Prometheus metrics. Each of their labels has only a few possible values."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable
@@ -16,10 +16,10 @@ from ullage_router.telemetry.record import RequestRecord
 
 
 class Metrics:
-    """Creates and updates all of the router's metrics, in a separate registry.
+    """Creates and updates all of the router's metrics, in a registry of their own.
 
     Args:
-        named: tenants that have separate labels. All other tenants share one label.
+        named: tenants that have labels of their own. All other tenants share one label.
     """
 
     def __init__(self, named: Collection[str] = ("",)) -> None:
@@ -47,23 +47,26 @@ class Metrics:
         self._sides = names.REVISION_REQUESTS.counts(registry)
 
     def watch_wanted_requests(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export the demand for each pool that may be scaled to zero. Each scrape calls `read`."""
+        """Export the demand for pools that may be scaled to zero, calling `read` at each scrape."""
         gauge = names.WANTED_REQUESTS.register(self.registry)
         for pool in pools:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
     def watch_fingerprints(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export each pool's number of different fingerprints. Each scrape calls `read`."""
+        """Export the number of distinct fingerprints in each pool, calling `read` at each scrape.
+
+        More than one means that the pool's engines may produce different results.
+        """
         gauge = names.FINGERPRINTS.register(self.registry)
         for pool in pools:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
     def watch(self, name: GaugeName, read: Callable[[], float]) -> None:
-        """Export a gauge whose value comes from `read` at each scrape."""
+        """Export a gauge whose value is obtained by calling `read` at each scrape."""
         name.register(self.registry).set_function(read)
 
     def count(self, name: CounterName, read: Callable[[], float]) -> None:
-        """Export a counter whose value another object keeps, calling `read` at each scrape."""
+        """Export a counter that another object keeps, calling `read` at each scrape."""
 
         def families() -> Iterable[CounterMetricFamily]:
             family = name.family()
@@ -80,11 +83,11 @@ class Metrics:
         self._discarded.labels(attempt.step).inc(attempt.discarded_tokens)
 
     def on_resumption(self, cause: str, outcome: str) -> None:
-        """Count an answer whose engine was lost.
+        """Count an answer whose engine was lost while it was being generated.
 
         Args:
-            cause: cause of the engine's loss.
-            outcome: outcome for the answer, either `resumed` or `lost`.
+            cause: why the engine was lost.
+            outcome: whether the answer was `resumed` or `lost`.
         """
         self._resumptions.labels(cause, outcome).inc()
 
@@ -94,7 +97,11 @@ class Metrics:
         self._saved_tokens.inc(saved_tokens)
 
     def on_end(self, record: RequestRecord) -> None:
-        """Update all metrics for a request that has ended."""
+        """Update the metrics for a request that has ended.
+
+        A request that was refused because the service is stopped is left out of the status and
+        latency metrics, so that it does not count against the service's objectives.
+        """
         status = str(record.status)
         decision = record.decision
         if decision.action:
@@ -135,7 +142,7 @@ class TenantMetrics:
     """Counts requests, tokens and refusals by tenant.
 
     Args:
-        named: tenants that have separate labels. All other tenants share one label.
+        named: tenants that have labels of their own. All other tenants share one label.
     """
 
     def __init__(self, registry: CollectorRegistry, named: Collection[str]) -> None:
@@ -148,7 +155,7 @@ class TenantMetrics:
     def on_end(
         self, tenant: str, status: int, prompt_tokens: int, output_tokens: int, count: int = 1
     ) -> None:
-        """Count identical requests of one tenant that have ended.
+        """Count one tenant's requests that have ended, all with the same status.
 
         Args:
             prompt_tokens: total prompt tokens of these requests.
@@ -171,7 +178,7 @@ class TenantMetrics:
 
 
 def _band(priority: int) -> str:
-    """Return the priority as low, normal or high, because a label should have few values."""
+    """Map a priority to low, normal or high, so that the metric label has only a few values."""
     return "normal" if not priority else "high" if priority > 0 else "low"
 
 

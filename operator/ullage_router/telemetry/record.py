@@ -1,4 +1,4 @@
-"""The log record of a request, and statistics over all requests."""
+"""The log record of each request, and statistics over all requests."""
 
 import time
 from collections import Counter, deque
@@ -11,11 +11,11 @@ from ullage_router.policy.decision import UNDECIDED, Decision
 
 KEPT_DECISIONS = 50
 KEPT_MOMENTS = 64
-"""Maximum number of timeline entries, in case a request loses many engines."""
+"""Maximum number of timeline entries, which matters if a request loses many engines."""
 DEVICE = "device"
-"""Name of the KV cache tier on the device, from which no KV has to be loaded."""
+"""Name of the KV cache tier in device memory, whose KV can be used without loading it."""
 RESUMED_INEXACT = "x-ullage-resumed-inexact"
-"""Marks an answer that was resumed on an engine whose numerics may give different results.
+"""Marks an answer that was resumed on an engine whose numerics may lead to different results.
 
 The name is used as an HTTP header, as a gRPC metadata key and as an SSE comment.
 """
@@ -28,13 +28,13 @@ class TierHit(NamedTuple):
     """Name of the cache tier: device, host, remote or file."""
     num_tokens: int
     seconds: float
-    """Seconds to load the KV onto the device, or 0 if the KV was already there."""
+    """Seconds it took to load the KV onto the device, or 0 if it was already there."""
 
 
 def cached_tokens(
     counted: inference_pb2.Accepted | inference_pb2.Usage,
 ) -> tuple[TierHit, ...]:
-    """Return how many prompt tokens had cached KV in each tier."""
+    """Return the number of prompt tokens whose KV was cached, by tier."""
     if counted.cached_by_tier:
         return tuple(
             TierHit(each.tier, each.tokens, each.seconds) for each in counted.cached_by_tier
@@ -44,7 +44,7 @@ def cached_tokens(
 
 
 class Moment(NamedTuple):
-    """An entry in a request's timeline, for a step with a duration or an event without one."""
+    """A timeline entry of a request, either a step with a duration or an event without one."""
 
     event: str
     """One of tokenised, decided, queued, sent, admitted, first_token, engine_failed or resumed."""
@@ -59,9 +59,9 @@ class Moment(NamedTuple):
 class RequestRecord:
     """The facts about one request that are logged and counted.
 
-    The HTTP and gRPC servers create the record. Every stage may add to the timeline. `Generation`
-    writes `finish` at the answer's last event. Only `RequestPipeline` writes the other fields, when
-    the answer starts and when the request has ended.
+    The HTTP and gRPC servers create the record. Every pipeline stage may add to the timeline.
+    `Generation` writes `finish` at the answer's last event. Only `RequestPipeline` writes the other
+    fields, when the answer starts and when the request has ended.
     """
 
     request_id: str
@@ -70,31 +70,31 @@ class RequestRecord:
     tenant: str = ""
     """Name of the tenant (empty if no tenants are configured or the key is unknown)."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """The `x-ratelimit-*` headers with the tenant's remaining quota."""
+    """The `x-ratelimit-*` headers that state the tenant's remaining quota."""
     decision: Decision = UNDECIDED
     status: int = 0
-    """HTTP status of the response, or its equivalent for gRPC. After a disconnect, it is 499."""
+    """HTTP status of the response, or its equivalent for gRPC. It is 499 after a disconnect."""
     error: str = ""
-    """Reason code of the error that the client got (empty without an error)."""
+    """Reason code of the error that the client got (empty if there was none)."""
     retry_after_s: int | None = None
-    """The response's Retry-After value in seconds, or None if it has none."""
+    """The response's Retry-After value in seconds, or None if it has no such header."""
     is_cancelled: bool = False
-    """Whether the client disconnected, or another request caused the cancellation."""
+    """Whether the client disconnected or another request caused the cancellation."""
     priority: int = 0
     held_s: float = 0.0
-    """Seconds for which the request was held until its pool had been woken."""
+    """Seconds that the request was held until its pool had been woken."""
     ttft_s: float | None = None
     cached: tuple[TierHit, ...] = ()
-    """Prompt tokens whose KV the engine had cached when the answer started, by tier."""
+    """Number of prompt tokens whose KV was already cached when the answer started, by tier."""
     output_tokens: int = 0
     finish: str = ""
-    """OpenAI's finish reason (empty if the answer did not end or has several choices)."""
+    """OpenAI's finish reason (empty if the answer did not finish or has several choices)."""
     timeline: list[Moment] = field(default_factory=list)
     """Timeline entries, oldest first."""
     ended: float | None = None
 
     def note(self, event: str, seconds: float = 0.0, **fields: object) -> None:
-        """Add a step or event that ends now to the timeline.
+        """Add a step or an event to the timeline, with the current time as its end.
 
         Args:
             seconds: duration of the step.
@@ -104,7 +104,7 @@ class RequestRecord:
             self.timeline.append(Moment(event, time.time(), seconds, fields))
 
     def note_queued(self, seconds: float, pool: str) -> None:
-        """Add a wait in the queue, or extend the previous timeline entry if that was one too."""
+        """Add a wait in the queue, or extend the previous timeline entry if it was also a wait."""
         if self.timeline and self.timeline[-1].event == "queued":
             seconds += self.timeline.pop().seconds
         self.note("queued", seconds, pool=pool)
@@ -115,7 +115,7 @@ class RequestRecord:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the output speed after the first token, or None for fewer than two tokens."""
+        """Return the output speed after the first token, or None with fewer than two tokens."""
         seconds = self.duration_s - (self.ttft_s or 0.0)
         return (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds else None
 
@@ -164,7 +164,7 @@ class RequestRecord:
 
 
 class Stats:
-    """Keeps counts since the router's start, and the records of the latest requests."""
+    """Keeps totals since the router started, and the records of the latest requests."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str]] = Counter()
@@ -182,7 +182,7 @@ class Stats:
         self.output_tokens += record.output_tokens
 
     def counts(self) -> list[dict[str, object]]:
-        """Return how many decisions were made, by action, route and reason."""
+        """Return the number of decisions by action, route and reason."""
         return [
             {"action": action, "route": route, "reason": reason, "count": count}
             for (action, route, reason), count in sorted(self._counts.items())

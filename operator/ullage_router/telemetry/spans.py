@@ -1,8 +1,8 @@
 """Creates the trace spans of each request.
 
-A request's span starts when the request arrives, because engines continue the trace. Most child
-spans are created from the record's timeline when the request has ended. Only the spans for RPCs to
-engines are created earlier. No span contains prompts or answers.
+A request's span is opened when the request arrives, so that engines can continue the same trace.
+Most child spans are created from the record's timeline once the request has ended. Only the spans
+for RPCs to engines are created earlier. No span contains prompts or answers.
 """
 
 import re
@@ -15,15 +15,15 @@ from ullage_router.telemetry.record import Moment, RequestRecord
 
 PROVIDER = "ullage"
 MAX_TRACESTATE = 512
-"""Maximum tracestate length in characters, which the W3C specification asks to propagate."""
+"""Maximum length in characters of a tracestate that the W3C specification asks to propagate."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _PRINTABLE = re.compile(r"[ -~]+")
 _SPANS = {"tokenised": "tokenise", "decided": "decide", "queued": "queue", "resumed": "resume"}
-"""Span names by timeline event. Events that are not listed get no separate span."""
+"""Span names by timeline event. Events without a name get no span of their own."""
 
 
 def trace_context(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return a caller's traceparent and tracestate as gRPC metadata, without malformed values.
+    """Return a caller's traceparent and tracestate as gRPC metadata, dropping malformed values.
 
     The format is specified in https://www.w3.org/TR/trace-context/.
     """
@@ -42,7 +42,7 @@ def begin_span(
     parent: Sequence[tuple[str, str]],
     request: inference_pb2.GenerateRequest | None = None,
 ) -> Span:
-    """Start a request's span, with the request's arrival as the start time.
+    """Start a request's span, backdated to the request's arrival.
 
     Args:
         parent: the client's trace context. If it is empty, the span starts a new trace.
@@ -59,7 +59,7 @@ def begin_span(
 def end_span(
     span: Span, record: RequestRecord, request: inference_pb2.GenerateRequest | None = None
 ) -> None:
-    """Add child spans and attributes from the record to a request's span, and end the span."""
+    """Add the record's child spans and attributes to a request's span, and end the span."""
     if span.is_recording:
         for moment in record.timeline:
             _add(span, moment)

@@ -1,4 +1,4 @@
-"""A tenant's account: its rules, its remaining quota, and its usage since the start."""
+"""A tenant's account: its rules, its remaining quota, and its usage since the router started."""
 
 import math
 from collections import Counter
@@ -16,20 +16,20 @@ UNLIMITED = TenantRules(max_priority=MAX_PRIORITY)
 
 @dataclass(slots=True)
 class Account:
-    """A tenant's rules, remaining quota, and usage since the router's start."""
+    """A tenant's permissions and limits, remaining quota, and usage since the router started."""
 
     name: str
     rules: TenantRules
     quota: Quota
-    """The quota that the tenant has left."""
+    """The tenant's remaining quota."""
     requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     limited: Counter[str] = field(default_factory=Counter)
-    """Number of refused requests, by the limit that was reached."""
+    """Number of requests refused by each limit."""
 
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
-        """Apply an operation to the quota. If too little is left, return the shortage instead."""
+        """Apply an operation to the quota, or return the shortage if too little quota is left."""
         result = step(self.quota)
         if isinstance(result, Shortage):
             return result
@@ -37,7 +37,7 @@ class Account:
         return None
 
     def as_json(self, now: float) -> dict[str, object]:
-        """Return the account for /stats, where `now` is on the monotonic clock."""
+        """Return the account for /stats at time `now`, which is on the monotonic clock."""
         quota = self.quota
         remaining = {
             name: bucket and math.floor(bucket.refilled(now).level)
@@ -62,7 +62,7 @@ def open_account(name: str, rules: TenantRules, share: float, now: float) -> Acc
     Args:
         name: the tenant's name.
         rules: the tenant's permissions and limits.
-        share: fraction of the tenant's limits that this router enforces, from 0 to 1.
+        share: this router's fraction of the tenant's limits, from 0 to 1.
         now: current time on the monotonic clock, in seconds.
     """
     requests = rules.requests_per_minute

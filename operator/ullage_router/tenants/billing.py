@@ -1,8 +1,8 @@
 """Charges requests to their tenant's quota, either in advance or when they end.
 
-A request uses its tenant's quota in three steps. When it starts, it counts as one of the tenant's
-concurrent requests. Then its expected tokens are charged. When it ends, the charge is replaced with
-the tokens that it actually used.
+Normally, a request uses its tenant's quota in three steps. When it starts, it counts as one of the
+tenant's concurrent requests. Next, its expected tokens are charged in advance. When it ends, this
+charge is replaced by the number of tokens that it actually used.
 """
 
 import time
@@ -14,21 +14,21 @@ from ullage_router.tenants.account import Account
 
 
 class Billing(Protocol):
-    """The interface for charging one session's identical requests, from start to end."""
+    """The interface for charging a session's identical requests, from their start to their end."""
 
     @property
     def num_active(self) -> int:
-        """Return the number of requests that have started but not ended."""
+        """Return the number of requests that have started but not ended yet."""
 
     @property
     def needs_charge(self) -> bool:
-        """Return whether the active requests must still be charged in advance."""
+        """Return whether the active requests have yet to be charged in advance."""
 
     def enter(self, count: int) -> Shortage | None:
-        """Start `count` requests. If the quota is too small, return the shortage instead."""
+        """Start `count` requests, or return the shortage if the quota does not allow them."""
 
     def charge(self, tokens: float) -> Shortage | None:
-        """Charge each active request. If the quota is too small, return the shortage instead."""
+        """Charge `tokens` for each active request, or return the shortage if too few are left."""
 
     def give_back(self, count: int) -> None:
         """Refund `count` active requests (0 for all) to the requests-per-minute limit."""
@@ -47,13 +47,13 @@ class Billing(Protocol):
 
 
 class AdvanceBilling:
-    """The default billing, which counts requests at their start and charges tokens in advance."""
+    """The default billing, which counts requests when they start and charges tokens in advance."""
 
     def __init__(self, account: Account) -> None:
         self.num_active = 0
         self._account = account
         self._charged = 0.0
-        """Number of tokens that were charged for each request in advance."""
+        """Number of tokens that were charged in advance for each request."""
 
     @property
     def needs_charge(self) -> bool:
@@ -98,11 +98,11 @@ class AdvanceBilling:
 
 
 class DeferredBilling:
-    """Delays the charge for a request that continues an earlier ticket's answer until it ends.
+    """Charges a request that continues an earlier ticket's answer only when the request ends.
 
     If the ticket's engine was lost, the request is free, because the earlier ticket has paid for
-    it. Whether the engine was lost is known only when the request ends. Until then, the request
-    only counts as one of the concurrent requests.
+    it. Whether the engine was really lost is known only when the request ends. Until then, the
+    request only counts towards the limit on concurrent requests.
 
     Args:
         was_paid: returns whether the first ticket paid. It is called when the request ends.

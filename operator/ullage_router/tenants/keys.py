@@ -1,8 +1,8 @@
-"""Reads tenants' API keys from a folder, and finds the tenant of a key.
+"""Reads tenants' API keys from a folder, and finds the tenant to which a key belongs.
 
 The folder has one file per tenant. Each line of a file is a key or a key's digest
 (`ullage_common.process.api_keys`). A tenant can have several keys, so that a new key works before
-the old key is removed. Only the digests of keys are kept in memory.
+the old one is removed. Only the keys' digests are kept in memory.
 """
 
 import hmac
@@ -15,27 +15,27 @@ from types import MappingProxyType
 from ullage_common.process.api_keys import MAX_KEY, TENANT_NAME, digest, read_entry
 
 MAX_FILE_BYTES = 1 << 20
-"""Maximum size of a key file, which is the size limit of a Kubernetes Secret."""
+"""Maximum size of a key file in bytes, which equals the size limit of a Kubernetes Secret."""
 
 Digests = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TenantKeys:
-    """The tenants and key digests that were read from a folder."""
+    """The tenants and key digests read from a folder."""
 
     digests: Mapping[str, Digests] = field(default_factory=lambda: MappingProxyType({}))
     """Digests of each tenant's keys, by tenant name."""
     problems: tuple[str, ...] = ()
-    """Problems with the key files. The tenant of an unreadable file keeps its last keys."""
+    """Problems with the key files. If a file is unreadable, its tenant keeps the previous keys."""
 
 
 class KeyRing:
-    """Finds the tenant that owns a key, in a time that reveals nothing about other keys.
+    """Finds the tenant that owns a key, without revealing anything about other keys by timing.
 
-    An index by a keyed hash finds the key's digest, and a constant-time comparison confirms the
-    match. The hash uses a random secret of this object, so clients cannot influence the comparisons
-    in the index.
+    A keyed hash of the key serves as an index to its digest, and a constant-time comparison
+    confirms the match. The hash's secret is random and private to this object, so clients cannot
+    influence which comparisons the index makes.
     """
 
     def __init__(self, digests: Mapping[str, Digests]) -> None:
@@ -47,7 +47,7 @@ class KeyRing:
                 self._owners.setdefault(self._slot(entry), (entry, tenant))
 
     def owner(self, key: str) -> str | None:
-        """Return the tenant that owns a key, or None for an unknown key."""
+        """Return the tenant that owns a key, or None if the key is unknown."""
         given = digest(key[: MAX_KEY + 1])
         entry, tenant = self._owners.get(self._slot(given), (self._nobody, ""))
         return tenant if hmac.compare_digest(entry, given) else None
@@ -61,7 +61,7 @@ def load_keys(folder: Path, last: Mapping[str, Digests]) -> TenantKeys:
 
     Args:
         folder: folder with one file per tenant.
-        last: previous digests by tenant, which a tenant keeps if its file is invalid.
+        last: the previous digests by tenant. A tenant keeps them if its file is invalid.
     """
     try:
         paths = sorted(p for p in folder.iterdir() if p.name[0] != "." and p.is_file())
@@ -84,7 +84,7 @@ def _read(path: Path) -> Digests:
     """Return the key digests in a tenant's file.
 
     Raises:
-        ValueError: the file is invalid. The message has the line number but no key.
+        ValueError: the file is invalid. The message has the line number but reveals no key.
     """
     if not TENANT_NAME.fullmatch(path.name):
         raise ValueError("not a tenant's name; use lower-case letters, digits, '-', '_' and '.'")

@@ -1,4 +1,4 @@
-"""The router's tenants, with their accounts and their API keys, which are reloaded on change."""
+"""The router's tenants, with their accounts and API keys. Changed keys are reloaded."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ class Tenants:
 
     Args:
         section: the configured tenants, or None if all clients have all permissions.
-        metrics: the counts by tenant. Tenants that are not listed share one label.
+        metrics: the metrics by tenant. Tenants without a label of their own share one label.
     """
 
     def __init__(self, section: TenantsSection | None, metrics: TenantMetrics | None) -> None:
@@ -39,7 +39,7 @@ class Tenants:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Read the API keys, and start to follow their changes.
+        """Read the API keys, and start watching them for changes.
 
         Raises:
             ConfigError: the keys cannot be read.
@@ -60,7 +60,7 @@ class Tenants:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return the problems that prevent the newest keys from being used."""
+        """Return the problems that keep the latest keys from being used."""
         return self._keys.problems
 
     def open_session(self, authorization: str | None) -> TenantSession:
@@ -84,7 +84,7 @@ class Tenants:
         return TenantSession(account, self._metrics)
 
     def check_stats(self, authorization: str | None) -> None:
-        """Check that a key may read /stats, if /stats is protected.
+        """If /stats is protected, check that a key may read it.
 
         Raises:
             ServiceError: UNAUTHENTICATED without a known key.
@@ -159,7 +159,7 @@ class Tenants:
             log.error("keys not read; those before stay valid", extra={"reason": problem})
 
     def _remove_stale_accounts(self) -> None:
-        """Remove accounts of tenants that no longer have a key, to bound the number of accounts."""
+        """Remove accounts of tenants that no longer have a key, to limit the number of accounts."""
         for name, account in list(self._accounts.items()):
             is_known = name in self._keys.digests or name == ANONYMOUS or name in self._rules
             if not is_known and not account.quota.active:

@@ -1,4 +1,4 @@
-"""A tenant's session, which checks permissions and charges quota for identical requests."""
+"""A tenant's session, which checks permissions and charges the quota for identical requests."""
 
 import hashlib
 import math
@@ -18,13 +18,13 @@ from ullage_router.tenants.billing import AdvanceBilling, Billing, DeferredBilli
 
 
 class TenantSession:
-    """Tracks one request of a tenant, or several identical ones, from authentication to their end.
+    """Tracks a tenant's request, or several identical requests, from authentication to the end.
 
-    Call `open_request`, `charge` and `close_request` once each. A session in which no request was
-    opened does not have to be closed.
+    Call `open_request`, `charge` and `close_request` once each. A session without an open request
+    does not have to be closed.
 
     limit_headers
-        the `x-ratelimit-*` headers with the tenant's remaining quota
+        the `x-ratelimit-*` headers that state the tenant's remaining quota
     """
 
     def __init__(self, account: Account, metrics: TenantMetrics | None = None) -> None:
@@ -38,7 +38,7 @@ class TenantSession:
         return TenantSession(self._account, self._metrics)
 
     def prepay(self, was_paid: Callable[[], bool]) -> None:
-        """Charge the session's requests only when they end, unless a ticket has paid for them.
+        """Charge the session's requests when they end, unless an earlier ticket has paid for them.
 
         Args:
             was_paid: returns whether a ticket has paid. It is called when the requests end.
@@ -55,16 +55,16 @@ class TenantSession:
         return self._account.rules
 
     def scoped_session(self, name: str) -> str:
-        """Return the session id to send to engines, which differs between tenants."""
+        """Return the session id to send to engines, made unique to the tenant."""
         if not (name and self.name):
             return name
         return hashlib.blake2b(f"{self.name}\0{name}".encode(), digest_size=16).hexdigest()
 
     def cache_salt(self, salt: str = "") -> str:
-        """Return the cache salt to send to engines, which differs between tenants.
+        """Return the cache salt to send to engines, made unique to the tenant.
 
-        Two tenants get different salts even for equal `salt` values, because tenants must not share
-        cached KV.
+        Tenants must not share cached KV, so two tenants get different salts even if their `salt`
+        values are equal.
         """
         if not self.name:
             return salt
@@ -82,11 +82,11 @@ class TenantSession:
         return self._account.quota.concurrency
 
     def check_many(self, count: int, tokens: int) -> None:
-        """Check that the quota allows `count` requests at once, without charging them.
+        """Check whether the quota allows `count` requests at once, without charging them.
 
         Args:
             count: number of requests.
-            tokens: lower bound of the requests' total tokens.
+            tokens: a lower bound on the requests' total number of tokens.
 
         Raises:
             ServiceError: INVALID_ARGUMENT if even an unused quota would be too small, or
@@ -121,14 +121,15 @@ class TenantSession:
         *,
         is_handed_on: bool = False,
     ) -> None:
-        """Check the tenant's permissions, count the request and set its priority.
+        """Check the tenant's permissions, count the request against the quota and set its priority.
 
         Args:
             request: the request, whose priority is set.
             served: the model to assume if the request does not name a model.
-            count: number of identical requests, at most `num_allowed`, or one.
-            is_handed_on: whether another service's cascade sent the request. The cascade does not
-                know the tenant's maximum priority here, so a priority above it is lowered.
+            count: number of identical requests, either 1 or at most `num_allowed`.
+            is_handed_on: whether another service's cascade sent the request. That service does not
+                know the tenant's maximum priority here, so a higher priority is lowered rather than
+                refused.
 
         Raises:
             ServiceError: PERMISSION_DENIED, or RESOURCE_EXHAUSTED with the limit that was reached.
@@ -149,7 +150,7 @@ class TenantSession:
             output_tokens: expected output tokens per request, over all of its answers.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT if the prompt is longer than the limit on tokens per
+            ServiceError: INVALID_ARGUMENT if the prompt alone exceeds the limit on tokens per
                 minute, or RESOURCE_EXHAUSTED if too few tokens remain.
         """
         bucket = self._account.quota.tokens
@@ -186,12 +187,13 @@ class TenantSession:
     def give_back(self, count: int) -> None:
         """Refund `count` open requests (0 for all) to the requests-per-minute limit.
 
-        Use this for requests that are refused here but that the client will send again another way.
+        Use this for requests that are refused here but that the client will resend by another
+        route.
         """
         self._billing.give_back(count)
 
     def count_refusals(self, status: int, count: int) -> None:
-        """Count requests that are refused before they start, in the tenant's metrics."""
+        """Record in the tenant's metrics that requests were refused before they started."""
         if self._metrics:
             self._metrics.on_end(self.name, status, 0, 0, count)
 
@@ -217,7 +219,8 @@ class TenantSession:
 
         Args:
             asked: the requested priority, or 0 for the tenant's default.
-            is_lowered: whether a priority that is too high is lowered rather than refused.
+            is_lowered: whether to lower a priority that is too high instead of refusing the
+                request.
         """
         rules = self.rules
         most = rules.priority if rules.max_priority is None else rules.max_priority
@@ -240,7 +243,7 @@ class TenantSession:
 
 
 def _was_served(record: RequestRecord) -> bool:
-    """Return whether the request received tokens, or was cancelled while an engine worked on it."""
+    """Return whether the request received tokens or was cancelled while an engine worked on it."""
     is_cancelled = record.is_cancelled or record.status == errors.CLIENT_CLOSED
     return record.ttft_s is not None or (is_cancelled and bool(record.decision.engine))
 
@@ -266,7 +269,7 @@ def _limit_headers(quota: Quota) -> Mapping[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration as in OpenAI's headers, for example 20ms, 7s or 6m0s."""
+    """Format a duration the way OpenAI's headers do, for example 20ms, 7s or 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     whole = math.ceil(seconds)

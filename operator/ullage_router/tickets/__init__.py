@@ -1,5 +1,5 @@
-"""Tickets, which let clients stream answers directly from engines instead of through the router.
+"""Tickets, with which clients stream answers directly from engines, bypassing the router.
 
-This package places requests by the same rules as admission, signs tickets, and tracks open tickets.
-The tokens of answers do not pass through it.
+This package chooses engines by the same rules as admission, signs tickets, and tracks open tickets.
+The answers themselves do not pass through it.
 """

@@ -1,9 +1,10 @@
-"""Places a batch of picked requests, based on one snapshot of the engines.
+"""Places a batch of requests from one `Pick` RPC, based on one snapshot of the engines.
 
-Batches follow the same rules as other requests. A decision samples a few engines if the request
-fits unchanged in the pool where it normally runs. Otherwise, it considers all engines. Later
-decisions in the batch account for the requests that were already placed. Several identical requests
-are placed at once if separate decisions could have placed each of them in the same way.
+Batches follow the same rules as other requests. If a request fits unmodified in the pool where it
+normally runs, the decision considers only a few sampled engines. Otherwise, it considers all
+engines. Later decisions in the batch account for the requests that have already been placed.
+Several identical requests are placed at once if separate decisions would have been free to place
+each of them in the same way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from ullage_router.policy.placement import room_of
 
 WAIT_RETRY_S = 1
 MAX_SHARES = 16
-"""Maximum number of decisions that spread identical requests over engines."""
+"""Maximum number of decisions over which identical requests are spread."""
 HELD = Refuse(
     "busy",
     "TICKETS_HELD",
@@ -39,38 +40,38 @@ HELD = Refuse(
 Room = Callable[[EngineView, int, int], int]
 """A function that returns how many identical requests a caller may reserve on an engine.
 
-Its arguments are the engine's view, and the bytes and prompt tokens of each request.
+Its arguments are the engine's view, the bytes per request and the prompt tokens per request.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request to place, with the size that the client has computed."""
+    """A request to place, with the size in tokens that the client has computed."""
 
     prompt_tokens: int
     max_tokens: int
     """Maximum number of output tokens per answer, or 0 for the service's limit."""
     samples: int = 1
     preferred: str = ""
-    """Key of the engine whose caches hold the request's prefix (empty if unknown)."""
+    """Key of the engine that probably has the request's prefix cached (empty if unknown)."""
     refused_by: frozenset[str] = frozenset()
     """Keys of engines on which the request must not be placed."""
     limit: int = 0
     """The tenant's maximum number of output tokens, or 0 for the service's limit."""
     comes_at_end: bool = False
-    """Whether the answer arrives only as a whole, as with best-of sampling."""
+    """Whether the answer arrives all at once, as with best-of sampling."""
 
 
 class PickBatch:
-    """Places requests one after another, using the resources that earlier requests left free.
+    """Places requests one after another, each with the resources that earlier requests left free.
 
     Args:
         views: Current views of the engines.
         policy: The routing policy, with the admission ladder.
         ahead: Bytes that queued requests are waiting for, by pool.
         max_output_tokens: The service's limit on output tokens.
-        limits: Time limits for each request. If an answer arrives only as a whole, the limit for
-            the whole answer also applies to its first token.
+        limits: Time limits for each request. If an answer arrives all at once, the limit for the
+            whole answer also applies to its first token.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class PickBatch:
     def share(self, count: int) -> int:
         """Return how many of `count` identical requests to place with each decision.
 
-        This spreads the requests over the engines.
+        Dividing them up in this way spreads the requests across the engines.
         """
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
@@ -114,11 +115,11 @@ class PickBatch:
         """Place up to `most` identical requests on one engine.
 
         Args:
-            ask: The request, of which all other requests are copies.
+            ask: The request to place, which stands for all of the identical requests.
             draw: A random number that determines the sample of engines.
             most: Maximum number of requests to place, at least 1.
-            room: Limits the caller's requests on an engine. If None, all requests that fit are
-                placed.
+            room: Limits how many requests the caller may have on an engine. If None, only free
+                resources limit them.
 
         Returns:
             The decision, and the number of requests to which it applies.
@@ -195,10 +196,11 @@ class PickBatch:
         return sample
 
     def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
-        """Return how many identical requests fit on an engine, given that one request fits.
+        """Return how many identical requests fit on an engine, given that at least one fits.
 
-        Dividing the free memory by the request's size gives a first value. Latency does not grow
-        linearly, so the value is then halved until the last request would meet its time limits.
+        Dividing the free memory by the request's size gives a first estimate. Since latency does
+        not grow linearly, the estimate is then halved until the last request would also meet its
+        time limits.
         """
         size = demand.kv_bytes
         prompt = facts.prompt_tokens

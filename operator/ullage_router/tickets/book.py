@@ -1,8 +1,9 @@
-"""Tracks open tickets, with the engine memory and the tenant quota that they reserve.
+"""Tracks open tickets, and the engine memory and tenant quota that they reserve.
 
-A ticket allows one or more uses. Each use is *unused* until the client reports that the engine
-accepted its request, and *used* from then on. A client's reports free reservations early. Without
-reports, reservations are freed after a time:
+A ticket allows one or more uses, each of which sends one request. A use is *unused* until the
+client reports that the engine accepted its request, and *used* from then on. When a client reports
+the end of a request, its reservation is freed early. Otherwise, reservations are freed after a
+time:
 
     unused    when engines no longer accept the ticket
     used      at the same time. If the tenant's concurrency is limited, the request counts until
@@ -21,12 +22,12 @@ from ullage_router.policy.credit import Credit
 from ullage_router.tenants.session import TenantSession
 
 SERVED = 200
-"""HTTP status that tenant metrics record for picked requests that have ended."""
+"""HTTP status under which tenant metrics count requests placed by `Pick` that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketCharge:
-    """The price of each use of a ticket, and the tenant session that pays for it."""
+    """The price of each use of a ticket, and the tenant session that pays it."""
 
     session: TenantSession
     prompt_tokens: int
@@ -44,7 +45,7 @@ class TicketCharge:
 
 @dataclass(slots=True, eq=False)
 class _OpenTicket:
-    """An open ticket, with the memory reservation of each of its uses."""
+    """An open ticket, with the memory reserved for each of its uses."""
 
     engine: Engine
     unused: list[Credit]
@@ -52,16 +53,16 @@ class _OpenTicket:
     until: float
     """Time at which the ticket's remaining uses expire."""
     holder: str = ""
-    """The caller that got the ticket for free (empty if a tenant pays)."""
+    """The caller that holds the ticket for free (empty if a tenant pays)."""
     used: list[Credit] = field(default_factory=list)
 
 
 class OpenTickets:
-    """Keeps all tickets whose uses have neither ended nor expired.
+    """Keeps all tickets with uses that have neither ended nor expired.
 
     Args:
-        ticket_s: Seconds after which engines no longer accept a ticket, and have reported all
-            requests that used it.
+        ticket_s: Seconds after which engines no longer accept a ticket and their reports include
+            all requests that used it.
         request_s: Maximum duration of a request, in seconds.
         clock: Returns monotonic time in seconds.
     """
@@ -73,7 +74,7 @@ class OpenTickets:
         # Both are in the order in which the tickets expire, since all have the same lifetime.
         self._fresh: dict[int, _OpenTicket] = {}
         self._running: dict[int, _OpenTicket] = {}
-        """Expired tickets by id, whose accepted requests may still be running."""
+        """Expired tickets whose accepted requests may still be running, by ticket id."""
         self.open = 0
         """Number of ticket uses that have neither ended nor expired."""
         self._open_by_holder: Counter[str] = Counter()
@@ -81,7 +82,7 @@ class OpenTickets:
         """Number of ticket uses by outcome: placed, ended or expired."""
 
     def open_of(self, holder: str) -> int:
-        """Return how many open uses a non-paying caller holds."""
+        """Return the number of open ticket uses of a caller that does not pay."""
         return self._open_by_holder[holder]
 
     def add(
@@ -92,7 +93,7 @@ class OpenTickets:
         charge: TicketCharge | None,
         holder: str = "",
     ) -> None:
-        """Add a ticket, with one use for each credit.
+        """Add a ticket, with one use per credit (a memory reservation).
 
         Args:
             number: id of the ticket.
@@ -111,8 +112,8 @@ class OpenTickets:
     def report(self, accepted: Iterable[int], ended: Iterable[int]) -> None:
         """Record the ticket uses that a client reports as accepted or ended.
 
-        A ticket's id is repeated for each of its uses. Unknown ids are ignored, because their
-        tickets have expired or belong to another router.
+        A ticket's id appears once for each of its uses. Unknown ids are ignored, because they
+        belong to expired tickets or to another router's tickets.
         """
         for number, count in Counter(accepted).items():
             if ticket := self._find(number):
@@ -125,9 +126,9 @@ class OpenTickets:
         self._settle(freed, "ended")
 
     def sweep(self) -> None:
-        """Free the reservations of expired uses.
+        """Free the reservations of expired ticket uses.
 
-        By this time, the engine's reports include the request if the ticket was used at all.
+        If a ticket was used at all, the engine's own reports include its requests by now.
         """
         now = self._clock()
         freed = _Freed()
@@ -150,7 +151,7 @@ class OpenTickets:
         return self._fresh.get(number) or self._running.get(number)
 
     def _end(self, number: int, ticket: _OpenTicket, count: int) -> list[Credit]:
-        """End up to `count` uses of a ticket, accepted ones first. Return their reservations."""
+        """End up to `count` uses of a ticket, accepted uses first. Return their reservations."""
         ended = _cut(ticket.used, count)
         ended += _cut(ticket.unused, count - len(ended))
         if not (ticket.used or ticket.unused):
@@ -169,7 +170,7 @@ class OpenTickets:
 
 
 class _Freed:
-    """Collects ticket uses that have ended, so that each engine wakes its waiters only once."""
+    """Collects ended ticket uses, so that waiting requests are woken only once per engine."""
 
     def __init__(self) -> None:
         self.credits: dict[Engine, list[Credit]] = {}
@@ -202,7 +203,7 @@ def _cut(credits: list[Credit], count: int) -> list[Credit]:
 
 
 def _due(tickets: dict[int, _OpenTicket], now: float) -> Iterator[tuple[int, _OpenTicket]]:
-    """Yield expired tickets, oldest first. The caller must remove each ticket before continuing."""
+    """Yield expired tickets, oldest first. The caller must remove each one before continuing."""
     while tickets:
         number = next(iter(tickets))
         if tickets[number].until > now:

@@ -1,4 +1,4 @@
-"""Implements the `Pick` RPC, which places requests that clients then send directly to engines.
+"""Implements the `Pick` RPC, which chooses engines for requests that clients then send directly.
 
 Each ticket reserves memory on its engine until its requests end or the ticket expires.
 """
@@ -34,20 +34,20 @@ from ullage_router.tickets.unpaid import Unpaid, caller_of
 from ullage_router.tokenizer.model import Model
 
 MAX_BATCH = 1024
-"""Maximum number of requests in one `Pick` RPC, with repeated requests counted separately."""
+"""Maximum number of requests in one `Pick` RPC, where each repetition of a request counts."""
 MAX_OPEN = 200_000
-"""Maximum number of placed requests in this router that have neither ended nor expired."""
+"""Maximum number of requests placed by this router that have neither ended nor expired."""
 MAX_TOKENS = (1 << 31) - 1
 MAX_AVOIDED = 8
 MAX_PREFIXES = 64
 MAX_TICKET_CHARACTERS = 256
 SWEEP_INTERVAL_S = 1.0
 REPORT_LAG_S = 1.0
-"""Maximum seconds from a ticket's expiry until the engine's reports include its requests."""
+"""Maximum seconds after a ticket's expiry until the engine's reports include its requests."""
 NO_CACHE_KEY = CacheKey("", ())
 NOBODY: frozenset[str] = frozenset()
 NO_NAME = "unknown"
-"""Name for callers that have neither an API key nor an address."""
+"""Name used for callers that have neither an API key nor an address."""
 
 
 @dataclass(slots=True)
@@ -57,9 +57,9 @@ class _Call:
     batch: PickBatch
     response: pb.PickResponse
     full: set[str] = field(default_factory=set)
-    """Keys of engines on which the caller's free tickets have reached their limit."""
+    """Keys of engines on which the caller has reached the limit for unused free tickets."""
     addresses: dict[str, int] = field(default_factory=dict)
-    """Each engine's index in the response's list of addresses, by address."""
+    """Index of each address in the response's list of engine addresses."""
 
     def place(self, number: int, address: str, ticket: str, run: Run, count: int) -> None:
         """Add the placement of `count` identical requests to the response."""
@@ -83,36 +83,36 @@ class _Call:
         self.response.placed.add(refusal=refusal, count=count)
 
     def finish(self) -> pb.PickResponse:
-        """Complete the response with the engines' addresses, and return it."""
+        """Add the engines' addresses to the response, and return it."""
         self.response.engines.extend(self.addresses)
         return self.response
 
 
 @dataclass(slots=True)
 class _PendingPick:
-    """Identical requests of one `Pick` RPC, some of which are still to be placed."""
+    """Identical requests of one `Pick` RPC, some of which have yet to be placed."""
 
     priced: pb.PricedRequest
     remaining: int
-    """Number of requests that have been neither placed nor refused yet."""
+    """Number of requests that have been neither placed nor refused so far."""
     session: TenantSession | None
     """Tenant session to which the requests are charged, or None if there are no tenants."""
     entered: int = 0
-    """Number of remaining requests that already count against the quota."""
+    """Number of remaining requests that already count against the tenant's quota."""
     priority: int = 0
     paid_by: Claims | None = None
-    """Claims of the earlier ticket, if it has paid for the answer that the request continues."""
+    """Claims of an earlier ticket, if it paid for the answer that the request continues."""
     unpaid: Unpaid | None = None
     """Limits on the caller's unused free tickets, or None if the caller pays for its tickets."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
-        """Return the charge for each use of a ticket, or None if there are no tenants."""
+        """Return the charge for each ticket use, or None if there are no tenants."""
         if self.session is None:
             return None
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
 
     def leave(self, error: ServiceError) -> None:
-        """Refund the quota of the remaining requests, which are refused with an error."""
+        """Refund the quota for the remaining requests, because they are refused with an error."""
         if self.session:
             status = errors.http_status(error)
             entered = self.entered or 1
@@ -122,14 +122,14 @@ class _PendingPick:
 
 
 class TicketIssuer:
-    """Places picked requests, issues their tickets, and processes clients' reports.
+    """Chooses engines for requests, issues tickets for them, and processes clients' reports.
 
     Args:
         config: The configured limits and model name.
         engines: The engines on which requests may be placed.
         queue: The queued requests, which take precedence.
         policy: The routing policy, with the admission ladder.
-        balancer: Finds the engine whose caches hold a request's prefix.
+        balancer: Finds the engine that has a request's prefix cached.
         signer: Signs tickets, or None if `Pick` is disabled.
         on_no_engine: Called when no engine is available for a request.
         clock: Returns monotonic time in seconds.
@@ -161,18 +161,18 @@ class TicketIssuer:
         ticket_s = (signer.ttl_s if signer else 0.0) + CLOCK_SKEW_S + REPORT_LAG_S
         self._book = OpenTickets(ticket_s, longest_s, clock)
         self.counts = self._book.counts
-        """Number of picked requests by outcome: placed, refused, ended or expired."""
+        """Number of requests from `Pick` RPCs by outcome: placed, refused, ended or expired."""
         self.refusal: ServiceError | None = None
-        """The error for all requests while the service is stopped, or None otherwise."""
+        """The error for every request while the service is stopped, or None otherwise."""
 
     def start(self) -> None:
-        """Start watching the signing keys, and start removing expired tickets regularly."""
+        """Start watching the signing keys and regularly removing expired tickets."""
         if self._signer:
             self._signer.keys.start()
             self._task = asyncio.create_task(self._keep_sweeping(), name="sweep picks")
 
     async def close(self) -> None:
-        """Stop watching the signing keys, and stop removing expired tickets."""
+        """Stop watching the signing keys and removing expired tickets."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -229,21 +229,21 @@ class TicketIssuer:
         return call.finish()
 
     def _unpaid(self, session: TenantSession | None, peer: str) -> Unpaid | None:
-        """Return the limits for a caller whose tickets are free, or None if the caller pays."""
+        """Return the limits on a caller's unused free tickets, or None if the caller pays."""
         if session and session.is_limited:
             return None
         holder = session.name if session else caller_of(peer)
         return Unpaid(holder or NO_NAME, self._config.slo.ttft_p95)
 
     def _is_full(self, engine: Engine, unpaid: Unpaid) -> bool:
-        """Return whether a caller's free tickets have reached their limit on an engine."""
+        """Return whether the caller has reached the limit for free tickets on an engine."""
         view = engine.view(time.monotonic())
         return view is not None and not unpaid.room(view, engine.held(unpaid.holder), 1, 1)
 
     def prepay(
         self, request: pb.GenerateRequest, ticket: str | None, session: TenantSession
     ) -> Claims | None:
-        """Check whether a request continues a paid answer, and if so, avoid charging it again.
+        """Check whether a request continues a paid answer, and if it does, avoid charging it again.
 
         Args:
             request: The request, with the prompt and the answer's tokens so far.
@@ -251,8 +251,8 @@ class TicketIssuer:
             session: The tenant session of the request.
 
         Returns:
-            The ticket's claims, to pass to `on_resumed` once the request has started. None if the
-            request is charged normally.
+            The ticket's claims, to pass to `on_resumed` once the request has started, or None if
+            the request is charged normally.
         """
         num_prompt = len(request.token_ids.ids)
         if not (self.paid and ticket and num_prompt):
@@ -261,7 +261,7 @@ class TicketIssuer:
         return self.paid.prepay(ticket, session, size)
 
     def on_resumed(self, paid_by: Claims | None) -> None:
-        """Record that a paid answer was resumed on another engine."""
+        """Record that an answer covered by an earlier ticket was resumed."""
         if paid_by and self.paid:
             self.paid.on_resumed(paid_by)
 
@@ -313,7 +313,7 @@ class TicketIssuer:
         )
 
     def _place(self, pick: _PendingPick, call: _Call) -> None:
-        """Place requests as long as they fit and the quota allows them, and refuse the rest."""
+        """Place requests until they no longer fit or the quota runs out, and refuse the rest."""
         share = call.batch.share(pick.remaining) if pick.remaining > 1 else 1
         session = pick.session
         try:
@@ -327,7 +327,7 @@ class TicketIssuer:
             self.counts["refused"] += pick.remaining
 
     def _enter(self, pick: _PendingPick, session: TenantSession | None) -> None:
-        """Charge as many of the requests to the tenant's quota as it allows now.
+        """Charge as many of the requests to the tenant's quota as it allows right now.
 
         Raises:
             ServiceError: The quota allows none of the requests.
@@ -357,7 +357,7 @@ class TicketIssuer:
         mine.charge(priced.prompt_tokens, output)
 
     def _grant(self, pick: _PendingPick, share: int, call: _Call) -> None:
-        """Issue one ticket for as many requests as fit on one engine, but at most `share`."""
+        """Issue one ticket for as many requests as fit on one engine, up to `share` requests."""
         number = next(self._ids)
         priced = pick.priced
         run, count = self._run(pick, call, number, min(share, pick.entered))
@@ -395,15 +395,15 @@ class TicketIssuer:
         call.place(number, engine.address, ticket, run, count)
 
     def _most(self, session: TenantSession | None) -> int:
-        """Return the output token limit, which is the lower of the service's and the tenant's."""
+        """Return the limit on output tokens, which is the lower of the service's and tenant's."""
         most = self._config.limits.max_output_tokens
         return min(most, session.rules.max_tokens or most) if session else most
 
     def _run(self, pick: _PendingPick, call: _Call, draw: int, most: int) -> tuple[Run, int]:
-        """Choose an engine, and return the placement and the number of requests that it covers.
+        """Choose an engine, and return the decision with the number of requests that it covers.
 
         Raises:
-            ServiceError: None of the requests can run unchanged now.
+            ServiceError: None of the requests can run unmodified right now.
         """
         priced = pick.priced
         balancer = self._balancer

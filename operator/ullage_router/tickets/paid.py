@@ -1,7 +1,7 @@
 """Recognises tickets that have already paid for an answer, so that resuming it is free.
 
-A client that has lost its engine continues its answer with a new ticket, or through the router. The
-client presents the answer's first ticket, so that the tenant does not pay twice.
+If a client's engine is lost, the client continues its answer with a new ticket or through the
+router. It presents the answer's first ticket, so that the tenant does not pay twice.
 """
 
 import functools
@@ -21,19 +21,20 @@ from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.signing import TicketSigner
 
 RESUMES_A_USE = 4
-"""Maximum number of times that an answer can be resumed without another charge.
+"""Maximum number of times that an answer can be resumed for free.
 
-After that, resuming the answer is charged like a new request.
+After that, each resumption is charged like a new request.
 """
 MAX_RESUMED = 100_000
-"""Maximum number of resumed tickets that are remembered."""
+"""Maximum number of resumed tickets to remember."""
 
 
 class PaidTickets:
     """Checks whether tickets have paid for requests, and counts how often answers were resumed.
 
-    A ticket contains the tenant and the size that were paid for, so every router with the signing
-    key can check it. Each router process counts only the answers that it has resumed itself.
+    A ticket states its tenant and the request size that was paid for, so every router with the
+    signing key can check it. Each router process counts only the resumptions that it has handled
+    itself.
 
     Args:
         signer: Provides the keys, the engines' tags and the ticket lifetime.
@@ -60,8 +61,8 @@ class PaidTickets:
     ) -> Claims | None:
         """Return the ticket's claims if the ticket paid for the request, or None otherwise.
 
-        If so, the session is charged only when the request ends, and only if the ticket's engine
-        was not lost.
+        If the ticket paid, the session is not charged in advance. When the request ends, it is
+        charged only if the ticket's engine was not lost after all.
 
         Args:
             ticket: The ticket as the client sent it.
@@ -75,13 +76,13 @@ class PaidTickets:
         return claims
 
     def on_resumed(self, claims: Claims) -> None:
-        """Record that an answer was resumed with the ticket."""
+        """Record another resumption of the answer that the ticket paid for."""
         self._resumed.add(claims.id, self._until(claims))
 
     def was_lost(self, claims: Claims) -> bool:
         """Return whether a ticket's engine was lost after the ticket was signed.
 
-        The time of signing comes from the clock of the router that signed the ticket.
+        The signing time comes from the clock of the router that signed the ticket.
         """
         tag = self._signer.tag
         engine = next((e for e in self._engines.all() if tag(e.id) == claims.engine), None)
@@ -108,5 +109,5 @@ class PaidTickets:
         return claims if is_covered and is_own and is_left and is_running else None
 
     def _until(self, claims: Claims) -> float:
-        """Return the Unix time by which every request with the ticket must have ended."""
+        """Return the Unix time by which all requests with the ticket must have ended."""
         return claims.expires_ms / 1000 + CLOCK_SKEW_S + self._request_s

@@ -1,4 +1,4 @@
-"""Signs the tickets that allow clients to send requests directly to engines."""
+"""Signs the tickets with which clients may send requests directly to engines."""
 
 import os
 import struct
@@ -17,13 +17,13 @@ from ullage_common.tickets.tickets import (
 )
 
 MAX_TAGS = 10_000
-"""Maximum number of cached engine tags, since engine names change with their pods."""
+"""Maximum number of cached engine tags, since engine names change whenever pods are replaced."""
 
 _BLOCK = struct.Struct("64Q")
 
 
 def new_ids() -> Iterator[int]:
-    """Yield unguessable ticket ids of 64 random bits, never 0."""
+    """Yield unguessable 64-bit random ticket ids, which are never 0."""
     while True:
         yield from filter(None, _BLOCK.unpack(os.urandom(_BLOCK.size)))
 
@@ -58,7 +58,7 @@ class TicketSigner:
         count: int = 1,
         tenant: str | None = None,
     ) -> str:
-        """Return a signed ticket for `count` requests of limited size to one engine.
+        """Return a signed ticket that allows `count` requests of limited size to one engine.
 
         Args:
             number: Id of the ticket.
@@ -81,7 +81,7 @@ class TicketSigner:
     def sign_request(
         self, engine_id: str, request: inference_pb2.GenerateRequest
     ) -> tuple[str, str]:
-        """Return the metadata entry with a ticket for a request that the router itself sends.
+        """Return the metadata entry that contains a ticket for a request sent by the router itself.
 
         The request must have token ids and an output limit.
         """

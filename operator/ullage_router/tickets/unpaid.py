@@ -1,10 +1,10 @@
-"""Limits the unused tickets of callers that do not pay for them.
+"""Limits the unused tickets held by callers that do not pay for them.
 
 Tickets are free if there are no tenants, or if the tenant has no limits. A caller could then
 request tickets endlessly without using them. Each caller's unused tickets may therefore take up
-only a fraction of an engine. The limit applies to memory, to sequences per step, and to the prefill
-time within which other requests meet their TTFT objective. The rest is left for `Generate` and for
-other callers.
+only a fraction of an engine. This fraction limits their memory, their sequences per step, and their
+prompt tokens, which must leave other requests enough prefill time to meet the TTFT objective. The
+rest is left for `Generate` and for other callers.
 """
 
 import ipaddress
@@ -15,16 +15,16 @@ from ullage_router.policy.facts import EngineView
 from ullage_router.policy.forecast import SHARE
 
 CALLER_SHARE = 0.5
-"""Maximum fraction of an engine that one caller's unused free tickets may hold."""
+"""Maximum fraction of an engine that one caller's unused free tickets may take up."""
 ALL_SHARE = 0.75
-"""Maximum fraction of an engine that all callers' unused free tickets may hold together."""
+"""Maximum fraction of an engine that all callers' unused free tickets may take up together."""
 _V6_NETWORK = 64
 """IPv6 prefix length that identifies a caller, because a site usually has one such network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unpaid:
-    """The limits on one non-paying caller's unused tickets.
+    """The limits on the unused tickets of one caller that does not pay.
 
     Args:
         holder: The caller's name.
@@ -61,7 +61,7 @@ def _room(view: EngineView, held: Held, share: float, size: int, tokens: int, tt
 
 
 def caller_of(peer: str) -> str:
-    """Return the name for a caller without an API key, which is its address or IPv6 network.
+    """Return a name for a caller without an API key: its IPv4 address or its IPv6 network.
 
     Args:
         peer: The address in gRPC's notation, such as `ipv4:10.0.0.1:5000` or `ipv6:%5B::1%5D:5000`.

@@ -1,6 +1,6 @@
 """The router's part of the served model: its tokenizer, chat template and special tokens.
 
-Engines publish the tokenizer, and the router tokenises the text of each request only once.
+Engines publish the tokenizer, and the router tokenises each request's text only once.
 """
 
 import hashlib
@@ -40,12 +40,12 @@ class Model:
     affixes: Affixes
     """Special tokens that are added before and after raw prompts."""
     chat_prefix: tuple[int, ...]
-    """Tokens that every conversation starts with, even if the chat template omits them."""
+    """Tokens with which every conversation starts, even if the chat template omits them."""
     vocab_size: int
     bound: TokenBound
     """Computes a lower bound on the number of tokens in a text."""
     guard: SpecialTokenGuard | None
-    """Prevents client text from being encoded as special tokens, or None if this is allowed."""
+    """Keeps client text from being encoded as special tokens, or None if that is allowed."""
     description: inference_pb2.GetModelResponse
 
     @property
@@ -68,7 +68,7 @@ class Model:
             tools: functions that the model may call, in OpenAI's format.
             opening: text with which the assistant's turn starts.
             arguments: additional variables for the template.
-            most: maximum useful number of tokens.
+            most: maximum number of tokens, beyond which tokenisation is stopped.
 
         Raises:
             PromptError: the model has no chat template, its template rejects the messages, or the
@@ -105,7 +105,12 @@ class Model:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> tuple[str, ClearMarks | None]:
-        """Return the rendered conversation and its marks, which must be removed later, or None."""
+        """Return the rendered conversation, and the object that restores its marked characters.
+
+        During rendering, private-use characters (marks) stand in for some characters of the
+        messages, so that the text of a message cannot spell special tokens. The object is None if
+        nothing was marked.
+        """
         if self.template is None:
             raise PromptError("the model has no chat template; use /v1/completions")
 
@@ -122,10 +127,11 @@ class Model:
             raise PromptError(str(error)) from error
 
     def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
-        """Return the token ids of a raw prompt, and add any affixes that it lacks.
+        """Return a raw prompt's token ids, including the tokenizer's prefix and suffix tokens.
 
-        Special tokens that are spelled out in the text are encoded as such, because a raw prompt is
-        the complete input of the model.
+        These tokens (such as BOS and EOS) are added only where the prompt lacks them. Special
+        tokens that are spelled out in the text are encoded as such, because a raw prompt is the
+        model's complete input.
 
         Raises:
             PromptError: the text cannot be tokenised.
@@ -138,10 +144,10 @@ class Model:
         return _around(self.affixes, ids)
 
     def encode_whole(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
-        """Return the token ids of a text, always enclosed in the tokenizer's affixes.
+        """Return a text's token ids, always enclosed in the tokenizer's prefix and suffix tokens.
 
-        Embedding models are trained with these affixes. Special tokens that are spelled out in the
-        text are encoded as ordinary text.
+        Embedding models are trained with these tokens (such as BOS and EOS). Special tokens that
+        are spelled out in the text are encoded as ordinary text.
 
         Raises:
             PromptError: the text cannot be tokenised.
@@ -157,11 +163,11 @@ class Model:
         return array("I", self.affixes.prefix) + ids + array("I", self.affixes.suffix)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens in a text, without tokenising the text."""
+        """Return a lower bound on the number of tokens in a text, without tokenising it."""
         return self.bound.fewest(text)
 
     def count_tokens(self, text: str, most: int) -> int:
-        """Return a lower bound on the tokens in part of a prompt, or a number above `most`.
+        """Return a lower bound on the token count of part of a prompt, or a number above `most`.
 
         Counting needs little memory, because no token ids are kept.
 
@@ -177,18 +183,18 @@ class Model:
             raise PromptError(str(error)) from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text that token ids represent, including special tokens."""
+        """Return the text that the token ids represent, including special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def _around(affixes: Affixes, ids: TokenIds) -> TokenIds:
-    """Return the token ids with any missing affixes added."""
+    """Add the tokenizer's prefix and suffix tokens (such as BOS and EOS) where they are missing."""
     prefix, suffix = affixes.missing(ids)
     return array("I", prefix) + ids + array("I", suffix) if prefix or suffix else ids
 
 
 def fingerprint(response: inference_pb2.GetModelResponse) -> str:
-    """Return a digest of the model's task and of everything that affects token ids."""
+    """Return a digest of the model's task and of everything else that affects its token ids."""
     digest = hashlib.sha256(response.tokenizer_json)
     for part in (response.chat_template, response.bos_token, response.eos_token):
         digest.update(b"\0" + part.encode())
@@ -201,9 +207,9 @@ def fingerprint(response: inference_pb2.GetModelResponse) -> str:
 
 
 def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
-    """Return the fields of the fingerprint that engines of version 0.1.0 do not report.
+    """Return those fields of the fingerprint that engines of version 0.1.0 do not report.
 
-    Empty fields are left out, so that the fingerprints of such engines do not change.
+    Empty fields are omitted, so that these engines keep the same fingerprint.
     """
     defaults = response.sampling_defaults.SerializeToString(deterministic=True)
     parts = {
@@ -218,7 +224,7 @@ def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
 def load_model(
     response: inference_pb2.GetModelResponse, trusts_special_tokens: bool = False
 ) -> Model:
-    """Build the model from an engine's description.
+    """Build the model that an engine has described.
 
     This takes up to a second for a large vocabulary.
 
@@ -265,7 +271,7 @@ def load_model(
 
 
 def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:
-    """Return the special tokens' texts by name. Earlier engine versions report only two names."""
+    """Return the special tokens' texts by name. Old engine versions report only two of them."""
     two = {"bos_token": response.bos_token, "eos_token": response.eos_token}
     return dict(response.special_tokens) or {name: text for name, text in two.items() if text}
 
@@ -273,7 +279,7 @@ def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:
 def _affixes(tokenizer: Tokenizer, response: inference_pb2.GetModelResponse) -> Affixes:
     """Return the special tokens that are added before and after raw text.
 
-    For tokenizers from GGUF files, earlier engine versions report these tokens only as `add_bos`.
+    For tokenizers from GGUF files, older engine versions report these tokens only as `add_bos`.
     """
     affixes = affixes_of(tokenizer)
     if affixes == Affixes() and response.add_bos:

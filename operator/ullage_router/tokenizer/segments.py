@@ -1,11 +1,11 @@
 """Tokenises texts segment by segment, and caches the token ids of segments.
 
 A conversation is sent again with every turn, and many conversations start with the same
-instructions. Tokenizers first split a text at its special tokens, and then tokenise each segment
-separately. A segment therefore has the same ids in every text. The ids are cached by the segment's
-digest, so that only new segments are tokenised. No text is kept.
+instructions. Tokenizers first split a text at its special tokens, and then tokenise each segment in
+between separately. A segment therefore has the same token ids in every text. They are cached by the
+segment's digest, so that only new segments have to be tokenised. The text itself is not kept.
 
-A long text is tokenised in chunks, and tokenisation stops once the text has too many tokens.
+Long texts are tokenised in chunks, and tokenisation stops as soon as a text has too many tokens.
 """
 
 import threading
@@ -33,43 +33,43 @@ from ullage_common.chat.token_finder import TokenPiece, finder, parted
 from ullage_router.text_bounds import TextCutter
 
 MAX_BYTES = 16 << 20
-"""Maximum bytes of cached token ids."""
+"""Maximum size of the cached token ids in bytes."""
 ENTRY_BYTES = 250
-"""Overhead of a cache entry in bytes: the digest, the array object and their slots in the table."""
+"""Overhead of a cache entry in bytes: its digest, its array object and their hash table slots."""
 MAX_TOKENS = 1 << 30
-"""A number of tokens that no text reaches, used as "no limit"."""
+"""A number of tokens that no text reaches, which stands for "no limit"."""
 EDGE_TOKENS = 8
-"""Maximum number of tokens by which a text may shrink when it is joined with its neighbours.
+"""Maximum number of tokens that a text may lose when it is joined with its neighbours.
 
-Tokens at its edges can merge with neighbouring text.
+Tokens at its edges can merge with the neighbouring text.
 """
 
 _LOCAL = (ByteLevel, Digits, Punctuation, Split)
-"""Pre-tokenizers that treat a segment the same way regardless of earlier segments.
+"""Pre-tokenizers that treat a segment the same way regardless of what precedes it.
 
-`Metaspace`, in contrast, depends on whether the segment is the first of the text.
+`Metaspace`, in contrast, depends on whether the segment is the first in the text.
 """
 
 Tokenise = Callable[[str], list[int]]
 TokenIds: TypeAlias = "array[int]"
-"""An array of token ids with four bytes per id. A list would take nine times as much memory."""
+"""An array of token ids, four bytes each. A list would take nine times as much memory."""
 
 
 class TooManyTokens(Exception):
-    """Raised when a text exceeds the maximum number of tokens. The rest of it was not tokenised."""
+    """Raised if a text exceeds the maximum number of tokens. The rest of it was not tokenised."""
 
 
 class SegmentEncoder:
-    """Produces the same token ids as the tokenizer, but encodes and caches segments separately.
+    """Produces the same token ids as the tokenizer, but caches them for each segment of a text.
 
-    Segments are the parts of a text between special tokens. If special tokens are not segment
-    boundaries for a tokenizer, the encoder does not split texts into segments. The encoder is
-    thread-safe.
+    Segments are the parts of a text between special tokens. If a tokenizer does not split texts at
+    special tokens, neither does the encoder. The encoder is thread-safe.
 
     Args:
         tokenizer: the model's tokenizer.
         max_bytes: maximum bytes of cached token ids.
-        guarded: texts of special tokens that ordinary text must not be encoded as.
+        guarded: texts of special tokens. Ordinary text that spells one out is not encoded as that
+            token.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SegmentEncoder:
         self._special_ids = _special_ids(tokenizer)
         self._boundaries = finder(self._special_ids)
         self._kept: OrderedDict[bytes, TokenIds] = OrderedDict()
-        """Cached token ids by segment digest, in LRU order."""
+        """Cached token ids by segment digest, least recently used first."""
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -93,7 +93,7 @@ class SegmentEncoder:
 
     @property
     def pattern(self) -> str:
-        """Return the regular expression for segment boundaries (empty if there are none)."""
+        """Return the regular expression for the segment boundaries (empty if there are none)."""
         return self._boundaries.pattern if self._boundaries else ""
 
     def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
@@ -101,7 +101,7 @@ class SegmentEncoder:
 
         Args:
             text: the text, in which special tokens that are spelled out are encoded as such.
-            most: maximum useful number of tokens.
+            most: maximum number of tokens, beyond which tokenisation is stopped.
 
         Raises:
             TooManyTokens: the text has more than `most` tokens.
@@ -112,7 +112,7 @@ class SegmentEncoder:
         return self._join(parted(text, self._boundaries), self._encode, most)
 
     def count(self, text: str, most: int) -> int:
-        """Return a lower bound on the tokens in part of a text, or a number above `most`.
+        """Return a lower bound on the token count of part of a text, or a number above `most`.
 
         Each special token counts as one token. Tokens at the edges are not counted, because they
         may merge with neighbouring text. No token ids are kept.
@@ -129,13 +129,13 @@ class SegmentEncoder:
         return max(0, number)
 
     def encode_pieces(self, pieces: Iterable[TokenPiece], most: int = MAX_TOKENS) -> TokenIds:
-        """Return the token ids of a text that is given as special tokens and ordinary text.
+        """Return the token ids of a text given as a series of special tokens and ordinary text.
 
         A special token is encoded as that token. Ordinary text is never encoded as one of the
         `guarded` special tokens, even if it spells one out.
 
         Raises:
-            SpecialTokenError: ordinary text would be encoded as a guarded token.
+            SpecialTokenError: ordinary text would be encoded as one of the `guarded` tokens.
             TooManyTokens: the text has more than `most` tokens.
             UncutText: the text cannot be tokenised in chunks.
         """
@@ -180,7 +180,7 @@ class SegmentEncoder:
     def _tokenise(
         self, text: str, tokenise: Tokenise, is_part: bool = False
     ) -> Iterator[list[int]]:
-        """Split the text into chunks, and yield the token ids of each chunk."""
+        """Split the text into chunks, and yield each chunk's token ids."""
         return map(tokenise, self._cutter.pieces(text, is_part))
 
     def _encode(self, text: str) -> list[int]:
@@ -205,7 +205,7 @@ def _size(ids: TokenIds) -> int:
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return special token ids by text (empty if special tokens are not segment boundaries)."""
+    """Return the special tokens' ids by text (empty if the tokenizer does not split at them)."""
     added = tokenizer.get_added_tokens_decoder()
     is_cut = isinstance(tokenizer.model, BPE) and not tokenizer.model.dropout
     if not is_cut or any(map(_looks_around, added.values())):
@@ -216,12 +216,12 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _looks_around(token: AddedToken) -> bool:
-    """Return whether recognising a token depends on the text around it, as with `single_word`."""
+    """Return whether a token is recognised only in some contexts, as with `single_word`."""
     return bool(token.single_word or token.lstrip or token.rstrip or token.normalized)
 
 
 def _steps(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
-    """Yield the individual steps of a pre-tokenizer, which may be a sequence."""
+    """Yield the individual steps of a pre-tokenizer, which may be a sequence of them."""
     if isinstance(pre_tokenizer, PreTokenizers):
         for part in cast(Iterable[PreTokenizer], pre_tokenizer):  # iterates by __getitem__
             yield from _steps(part)
