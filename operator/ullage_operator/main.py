@@ -1,4 +1,4 @@
-"""`ullage-operator` keeps every LLMService of a cluster in its declared state."""
+"""`ullage-operator` keeps every LLMService in a cluster in its declared state."""
 
 import argparse
 import asyncio
@@ -42,7 +42,7 @@ collector of reconciliation spans, by grpc or http, by default none).
 
 
 def arguments_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = argparse.ArgumentParser(
         prog="ullage-operator",
         description=__doc__,

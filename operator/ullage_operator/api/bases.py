@@ -28,9 +28,9 @@ fields, it would for example undo `kubectl scale` to the default number of repli
 """
 _RULES = "x-kubernetes-validations"
 _MERGED_LISTS = ("containers", "initContainers")
-"""Lists in which a base's item and a service's item with the same key are merged.
+"""Lists in which items with the same key are merged field by field.
 
-In other lists, an item of the service replaces the base's item with the same key.
+In all other lists, the service's item replaces the base's item with the same key.
 """
 
 
@@ -39,9 +39,9 @@ class Bases:
     """The LLMServiceBases that a service may reference."""
 
     specs: Mapping[str, Spec] = field(default_factory=dict)
-    """The spec of each base, by the base's name."""
+    """Specs of the bases, by base name."""
     remedy: str = "create it, or leave it out"
-    """Suggested fix in the error message about a missing base."""
+    """Fix to suggest in the error message about a missing base."""
 
 
 NO_BASES = Bases()
@@ -58,7 +58,7 @@ def with_bases(definition: Schema, name: str, spec: Spec, bases: Bases) -> Spec:
     """Return a spec merged over its bases, with all defaults filled in.
 
     Args:
-        definition: the schema of a whole LLMService.
+        definition: the schema of an LLMService.
         name: the name of the service.
         spec: the service's own spec, with its defaults.
 
@@ -147,7 +147,7 @@ def _missing(names: Sequence[str], bases: Bases) -> Iterator[Problem]:
 
 
 def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Problem:
-    """Add to a problem's message which bases set the affected section."""
+    """Append to a problem's message the names of the bases that set the affected section."""
     section = problem.path.removeprefix("spec.").partition(".")[0].partition("[")[0]
     saying = [name for name in names if section in bases.specs[name]]
     if not saying:
@@ -157,7 +157,7 @@ def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Proble
 
 
 def merged(node: Schema, over: Any, under: Any, *, has_defaults: bool) -> Any:
-    """Merge the value `over` over the value `under`, and return the result.
+    """Merge `over` on top of `under`, and return the result.
 
     Args:
         has_defaults: whether `over` may have defaults that the API server filled in.

@@ -11,7 +11,7 @@ from ullage_operator.api.quantities import amount, parse_bytes
 from ullage_operator.api.spec import claim_of
 
 MIN_BYTES = 2**20
-"""Minimum memory setting in bytes. Smaller sizes cannot hold a request or a KV block."""
+"""Minimum memory setting, in bytes. A smaller one cannot hold even one request or KV block."""
 MAX_BYTES = 2**46
 """Maximum value of a memory setting in bytes: 64 TiB, more than any machine has."""
 _MIG_SLICE = "/mig-"
@@ -107,7 +107,7 @@ def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield problems with memory sizes that are larger than any machine or too small for an engine.
+    """Yield problems with memory sizes that exceed any machine or are too small for an engine.
 
     Args:
         spec: the spec as written.

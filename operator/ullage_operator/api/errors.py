@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 
 class OperatorError(Exception):
-    """Base of all errors of the operator."""
+    """Base class of all operator errors."""
 
 
 class Permanent(OperatorError):

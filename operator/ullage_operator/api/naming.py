@@ -1,6 +1,6 @@
-"""Names, labels and annotations of a service's objects, and the kinds of Kubernetes objects.
+"""Names, labels and annotations of a service's objects, and the kinds that the operator handles.
 
-All other modules import these names from this module.
+Other modules import these names from this module instead of defining their own.
 """
 
 from collections.abc import Mapping
@@ -14,28 +14,28 @@ PLURAL = "llmservices"
 
 FIELD_MANAGER = "ullage-operator"
 SCALE_MANAGER = "ullage-operator-scale"
-"""Field manager under which the operator writes the replicas of existing workloads."""
+"""Field manager under which the operator sets `replicas` on existing workloads."""
 CONFIG_HASH = f"{GROUP}/config-hash"
 """Pod annotation: a hash of the configuration. When the hash changes, the pods are replaced."""
 ROLLOUT = f"{GROUP}/rollout"
 """LLMService annotation by which users control the service's rollout, for example `pause`."""
 REVISION = f"{GROUP}/revision"
-"""Annotation of a StatefulSet: the revision that its pods should have."""
+"""StatefulSet annotation: the revision that its pods should have."""
 TEMPLATE_HASH = f"{GROUP}/template-hash"
-"""Annotation of a StatefulSet or a Deployment: a hash of the applied pod template.
+"""StatefulSet or Deployment annotation: a hash of the applied pod template.
 
 The hash of the live template would differ, because the API server adds defaults to the template.
 """
 SHARED_HASH = f"{GROUP}/shared-hash"
-"""Annotation of a StatefulSet: a hash of the engine pods' fields that are not part of a release."""
+"""StatefulSet annotation: a hash of the engine pods' fields that are not part of a release."""
 CANARY_PLACES = f"{GROUP}/canary-places"
-"""Annotation of a StatefulSet: how many of its engines are currently replaced by canary engines.
+"""StatefulSet annotation: how many of its engines are currently replaced by canary engines.
 
 The StatefulSet's `replicas` excludes these engines, although they still count towards the pool's
 size.
 """
 STOPPED = f"{GROUP}/stopped"
-"""Annotation of a StatefulSet that `spec.stop` has scaled to zero.
+"""StatefulSet annotation: marks a StatefulSet that `spec.stop` has scaled to zero.
 
 Its replicas therefore do not show how many engines the pool should have once it is restarted.
 """
@@ -43,11 +43,11 @@ GROUP_REVISION = f"{GROUP}/group-revision"
 """Pod annotation: a hash of an engine's pod templates. All pods of an engine have the same hash."""
 POOL_LABEL = f"{GROUP}/pool"
 FETCH_CLAIM = f"{GROUP}/fetch-claim"
-"""Annotation of a Job: the persistent volume claim that it downloads a model into."""
+"""Job annotation: the persistent volume claim into which the Job downloads a model."""
 FETCH_SOURCE = f"{GROUP}/fetch-source"
-"""Annotation of a Job: the source of the model that it downloads."""
+"""Job annotation: the source of the model that the Job downloads."""
 FETCH_STORE = f"{GROUP}/fetch-store"
-"""Annotation of a Job: a digest of the bucket's endpoint (absent if the source needs none)."""
+"""Job annotation: a digest of the bucket's endpoint (absent if the source needs none)."""
 STATEFUL_SET_REVISION = "controller-revision-hash"
 """Label of a StatefulSet's pods: the controller revision from which a pod was created."""
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
@@ -67,7 +67,7 @@ TLS_DIR = "/etc/ullage-tls"
 CLIENT_CA_DIR = "/etc/ullage-client-ca"
 ENGINE_TLS_DIR = "/etc/ullage-engine-tls"
 STEPS_DIR = "/etc/ullage-steps"
-"""Folder with TLS files and API keys for each step of a cascade, by index: `0-tls` and `0-key`."""
+"""Folder with the TLS files and API key of each cascade step, for example `0-tls` and `0-key`."""
 ADAPTERS_DIR = "/etc/ullage-adapters"
 CACHE_DIR = "/var/cache/ullage"
 KV_DIR = "/var/lib/ullage/kv"
@@ -87,13 +87,13 @@ KEPT_SPEC = "spec.json"
 """File with the last valid spec, in the ConfigMap that stores the rollout's state."""
 
 _CANARY = "-next"
-"""Suffix of a canary's pool.
+"""Suffix that marks a pool's canary in object names and labels.
 
 The suffix is short, because a StatefulSet's name plus a hash must fit into 63 characters.
 """
 
 _GROUP = "-group"
-"""Suffix of the followers' pool, for engines that span several pods."""
+"""Suffix that marks a pool's followers in object names, if engines span several pods."""
 
 ROUTER = "router"
 ENGINE = "engine"
@@ -143,7 +143,7 @@ def is_canary_pool(pool: str) -> bool:
 
 
 def leaders_name(group: str) -> str:
-    """Return the name of the StatefulSet of the leaders whose followers are in `group`."""
+    """Return the name of the StatefulSet that runs the leaders of the followers in `group`."""
     return group.removesuffix(_GROUP)
 
 
@@ -155,7 +155,7 @@ def rollout_name(service: str) -> str:
 def engine_name(service: str) -> str:
     """Return the name of the objects that all engine pods share.
 
-    They are the ServiceAccount, the NetworkPolicy, the PodMonitor, and the ConfigMap with the LoRA
+    These are the ServiceAccount, the NetworkPolicy, the PodMonitor, and the ConfigMap with the LoRA
     adapters.
     """
     return f"{service}-engine"
@@ -172,18 +172,18 @@ def fetch_name(service: str, digest: str) -> str:
 
 
 def service_selector(service: str) -> dict[str, str]:
-    """Return the labels that select the pods of a service. These labels never change."""
+    """Return the labels that select a service's pods. These labels never change."""
     return {"app.kubernetes.io/name": "ullage", "app.kubernetes.io/instance": service}
 
 
 def selector(service: str, component: str, pool: str | None = None) -> dict[str, str]:
-    """Return the labels that select the pods of a component. These labels never change."""
+    """Return the labels that select a component's pods. These labels never change."""
     labels = service_selector(service) | {"app.kubernetes.io/component": component}
     return labels | ({POOL_LABEL: pool} if pool else {})
 
 
 def labels(service: str, component: str, version: str, pool: str | None = None) -> dict[str, str]:
-    """Return the labels of every object of a component."""
+    """Return the labels that all objects of a component share."""
     return selector(service, component, pool) | {
         "app.kubernetes.io/version": version,
         "app.kubernetes.io/part-of": "ullage",

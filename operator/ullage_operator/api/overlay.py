@@ -25,7 +25,7 @@ def laid_over(given: Mapping[str, Any], own: Manifest) -> Manifest:
 
 
 def _over(given: Any, own: Any, name: str = "") -> Any:
-    """Merge `own` over `given`.
+    """Merge `own` on top of `given`.
 
     Containers with the same name are merged. In other lists with a key field, an item of `own`
     replaces the item with the same key. A list without a key field is replaced as a whole.
@@ -57,7 +57,7 @@ _ELSEWHERE = {
     ".volumes[kv]": "{section}.memory.tiers.file",
     ".volumes[shm]": "{section}.shmSize",
 }
-"""Spec fields to set instead of a pod field, keyed by the end of the pod field's path."""
+"""Spec fields that users should set instead of a pod field, by the end of the pod field's path."""
 
 
 def conflicts(given: Any, own: Any, path: str) -> Iterator[Problem]:
@@ -114,7 +114,7 @@ def _own(path: str) -> Problem:
 
 
 _HANDLERS = frozenset(("exec", "grpc", "httpGet", "sleep", "tcpSocket"))
-"""Actions of a probe or lifecycle hook, of which each may have only one."""
+"""Handlers of a probe or lifecycle hook. Each probe or hook may have only one of them."""
 
 
 def overlap(path: str, mounts: Iterable[str]) -> str | None:
@@ -137,10 +137,10 @@ MERGE_KEYS = ("mountPath", "containerPort", "name")
 
 
 def merge_key(desired: list[Any], live: list[Any]) -> str | None:
-    """Return the field that identifies the items of a list, as in server-side apply, or None.
+    """Return the merge key of a list, as in server-side apply, or None if it has none.
 
-    If another client adds an item to such a list, for example an injected container, the item
-    belongs to that client.
+    The merge key is the field that identifies the list's items. If another client adds an item, for
+    example an injected container, the item belongs to that client.
     """
     items = [*desired, *live]
     if not desired or not all(isinstance(item, Mapping) for item in items):

@@ -70,10 +70,10 @@ def parse_stored(manifest: Mapping[str, Any]) -> Service:
 
 
 def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[Service, list[str]]:
-    """Return a stored service, and the paths of fields whose missing defaults were filled in.
+    """Return a stored service, and the paths of missing fields for which defaults were filled in.
 
-    An API server fills in the defaults of its installed CRD. A CRD older than this operator leaves
-    newer fields without defaults.
+    An API server fills in the defaults of its installed CRD. If that CRD is older than this
+    operator, newer fields are stored without defaults.
 
     Raises:
         InvalidManifest: a value cannot be read, or two values contradict each other.
@@ -113,8 +113,8 @@ def to_spec(stored: Mapping[str, Any]) -> Spec:
 def _with_time_to_start(spec: Spec) -> Spec:
     """Return a spec whose rollout deadline is at least as long as its pools' startup timeouts.
 
-    The deadline is extended only if a pool sets a startup timeout above the default. Otherwise the
-    rollout may give up before the startup timeout is over.
+    The deadline is extended only if a pool sets a startup timeout above the default. Otherwise a
+    rollout could give up before the startup timeout has expired.
     """
     pools = schema.load_schema()["properties"]["spec"]["properties"]["pools"]
     usual = pools["additionalProperties"]["properties"]["startTimeout"]["default"]
@@ -149,7 +149,7 @@ def _with_room_for_adapters(spec: Spec) -> Spec:
 
 
 def in_api_names(text: str) -> str:
-    """Return a message in which the API's field names replace those of configuration files.
+    """Replace field names of configuration files in a message with the API's field names.
 
     vLLM arguments and quoted text keep their names, because users wrote them.
     """

@@ -37,7 +37,7 @@ def ordered_pools(spec: Mapping[str, Any]) -> list[str]:
 
 
 def role_of(pool: Mapping[str, Any]) -> PoolRole:
-    """Return the role of a pool in the spelling of configuration files."""
+    """Return a pool's role, spelled as in configuration files."""
     role = str(pool.get("role", _ROLES[0])).lower()
     return next((each for each in _ROLES if each == role), _ROLES[0])
 
@@ -61,7 +61,7 @@ def device_of(spec: Mapping[str, Any]) -> str:
 
 
 def _rank_grid(pool: Mapping[str, Any], default_gpus: int) -> dict[str, Any]:
-    """Return a pool's GPU count and parallelism, and derive whichever is missing from the other.
+    """Return a pool's GPU count and parallelism, deriving whichever is missing from the other.
 
     The CRD has no default for these fields, because one schema covers pools of every name.
     """

@@ -1,7 +1,7 @@
-"""Converts documents of version 0.1.0, whose fields had different names or formats. Pure.
+"""Converts documents written for version 0.1.0, in which fields had other names or formats. Pure.
 
-Manifests, the specs that operators keep and the releases that engines run are all structured like a
-spec, so one table of renames converts all of them.
+Manifests, the specs that operators keep, and engine releases are all structured like a spec, so one
+table of renames converts all of them.
 """
 
 import copy
@@ -150,7 +150,7 @@ RENAMES: tuple[Rename, ...] = (
         reason="a router pod has one process, so raise router.replicas instead",
     ),
 )
-"""Every field whose name or format in 0.1.0 was different."""
+"""Every field whose name or format has changed since 0.1.0."""
 
 
 _MOVED = frozenset(rename for rename in RENAMES if rename.new.startswith("podTemplate."))
@@ -160,7 +160,7 @@ def remedy(path: str, value: Any) -> str:
     """Return a hint on what replaces a field of 0.1.0 (empty for all other fields).
 
     Args:
-        path: the path of the field, from `spec` on.
+        path: the field's path, starting with `spec`.
     """
     rename = next((each for each in RENAMES if _matches(each, path)), None)
     if rename is None:
@@ -180,7 +180,7 @@ def _whole(percent: float) -> int:
 
 
 def _difference(percent: float) -> str:
-    """Describe how far the nearest whole percent is from a percentage."""
+    """Describe by how many percentage points rounding to a whole percent changes a percentage."""
     more = Decimal(_whole(percent)) - Decimal(str(percent))
     side = "more" if more > 0 else "less"
     return f"{abs(more):f} percentage points {side}: shares are whole percentages"
@@ -253,7 +253,7 @@ def upgraded(
 
 
 class _Items(dict[str, Any]):
-    """Maps the items of a list by index, or by merge key if the index is unknown."""
+    """List items of a managedFields tree, by index, or by merge key if the index is unknown."""
 
 
 def _sections(
@@ -305,7 +305,7 @@ def _is_among(item: Any, items: Sequence[Any]) -> bool:
 
 
 def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
-    """Return the child object of a section by name, and create it if it is missing."""
+    """Return a section's child object by name, creating it if it is missing."""
     containers = section.get("containers") if step == "engine" else None
     if step == "containers":
         section.setdefault("containers", [])
@@ -324,7 +324,7 @@ def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
 
 
 def _give_roles(pools: dict[str, Any]) -> None:
-    """Set the pool roles that 0.1.0 derived from pool names, unless any pool has a role already."""
+    """Set the pool roles that 0.1.0 derived from pool names, unless any pool already has a role."""
     objects = {name: pool for name, pool in pools.items() if isinstance(pool, dict)}
     if any("role" in pool for pool in objects.values()) or not {"single", "large"} & set(objects):
         return
@@ -408,7 +408,7 @@ def _plain(tree: Any, live: Any) -> Any:
 
 
 def _place(kind: str, name: str, live: Any) -> int | str:
-    """Return the index of the list item with a given key, or the key itself if there is none."""
+    """Return the index of the list item with a given key, or the key as text if there is none."""
     items = live if isinstance(live, list) else []
     try:
         key = json.loads(name)

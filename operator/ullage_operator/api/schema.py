@@ -40,11 +40,11 @@ _DECIMALS = {
     r"^([1-9][0-9]{0,8}(\.[0-9]{1,6})?|0\.[1-9][0-9]{0,5})$": "a number of at least 0.1",
     r"^([0-9]{1,5}(\.[0-9]{1,6})?|100000(\.0{1,6})?)$": "a number of at most 100000",
 }
-"""Descriptions of the decimal numbers that a pattern accepts, for error messages, by pattern.
+"""Descriptions, for error messages, of the decimal numbers that each pattern accepts.
 
-If 0.1.0 stored a number under the same field name, the pattern checks the bounds instead of a CEL
-rule. A CEL rule would fail on the stored number, and the API server would then reject every write
-to the object.
+Some of these fields may still hold a number that 0.1.0 stored under the same field name. For them,
+the pattern also checks the bounds. A CEL rule would fail on the stored number, and the API server
+would then reject every write to the object.
 """
 _OPEN = "x-kubernetes-preserve-unknown-fields"
 
@@ -58,7 +58,10 @@ def crd_path() -> Path:
 
 @functools.cache
 def load_schema() -> Schema:
-    """Return the stored version's openAPIV3Schema, which is cached and must not be modified."""
+    """Return the openAPIV3Schema of the CRD's storage version.
+
+    The schema is cached, so callers must not modify it.
+    """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     crd = yaml.load(crd_path().read_text(encoding="utf-8"), Loader=loader)
     schema: Schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -171,9 +174,9 @@ _TYPES: Mapping[str, type] = {
 def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     """Yield a problem for each value that has a wrong type or exceeds the schema's bounds.
 
-    An API server makes these and further checks. The operator checks less, because an older CRD may
-    have accepted values that are now invalid, and they must not prevent it from applying the rest
-    of the spec.
+    The operator makes only some of an API server's checks. An older CRD may have accepted values
+    that are invalid now, and such values must not prevent the operator from applying the rest of
+    the spec.
     """
     kind = schema.get("type", "")
     is_amount = bool(schema.get("x-kubernetes-int-or-string"))
@@ -213,7 +216,7 @@ def _out_of_bounds(schema: Schema, value: float, path: str) -> Iterator[Problem]
 
 
 _SHOWN = 80
-"""Maximum number of characters of a value that a message shows."""
+"""Number of characters after which a message truncates a value."""
 
 
 def _short(value: Any) -> str:
@@ -337,7 +340,7 @@ def holds(rule: str, text: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def cel_value(text: str) -> Any:
-    """Convert a JSON value to a CEL value once, so that all rules of one section can share it."""
+    """Convert a JSON value to a CEL value, cached so that all rules of a section share it."""
     from celpy.adapter import json_to_cel
 
     return json_to_cel(json.loads(text))

@@ -14,7 +14,7 @@ from ullage_operator.api.quantities import parse_bytes, parse_decimal, parse_sec
 
 _WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL", "cpu": "CPU"}
 _COMPLETED = {MemoryLimits.__module__, TenantRules.__module__}
-"""Modules whose section classes define no defaults themselves and get them from the CRD."""
+"""Modules whose section classes get their defaults from the CRD instead of defining any."""
 _UNITS: Mapping[str, Callable[[Any], Any]] = {"bytes": parse_bytes, "seconds": parse_seconds}
 _API_WORDS = {
     "bfloat16": "BFloat16",
@@ -29,7 +29,7 @@ _API_WORDS = {
     "w8a8": "W8A8",
 }
 Reader = Callable[[Any, str], Any]
-"""A function that takes an API value and its path, and returns the value to give to msgspec."""
+"""A function that takes an API value and its path, and returns the value to pass to msgspec."""
 
 
 def camel(name: str) -> str:
@@ -56,7 +56,7 @@ def section_reader(section: type[Strict]) -> Reader:
 
 
 def _reader(kind: inspect.Type) -> Reader | None:
-    """Return the function that prepares API values for `kind`, or None if none is needed."""
+    """Return the function that converts API values for `kind`, or None if none is needed."""
     match kind:
         case inspect.Metadata(extra={"unit": unit}):
             return partial(_read_quantity, _UNITS[unit])
@@ -158,7 +158,7 @@ def _is_complete(kind: type) -> bool:
 
 
 def to_api(value: Any) -> Any:
-    """Convert a section to JSON with the API's field names, and bytes and seconds as numbers."""
+    """Convert a section to JSON with the API's field names. Bytes and seconds become numbers."""
     match value:
         case msgspec.Struct():
             return {camel(n): to_api(getattr(value, n)) for n in value.__struct_fields__}

@@ -15,7 +15,7 @@ from ullage_operator.api import naming
 
 Retention = Literal["retain", "delete"]
 USER = 65532
-"""User and group id of the images, which is also the CRD's default."""
+"""User and group ID in the images, which is also the CRD's default."""
 
 
 class Thresholds(Strict, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
-    """The remote KV tier: KV on the pool's other engines, found through the pool's Service."""
+    """The remote KV tier: KV held by the pool's other engines, found through its Service."""
 
     deadline: Seconds
     copy: bool
@@ -127,7 +127,7 @@ class MemorySpec(MemoryLimits, frozen=True, kw_only=True):
 
 
 class PodSection(Strict, frozen=True, kw_only=True):
-    """Base of sections whose pod fields have the same names as in Kubernetes."""
+    """Base class of sections whose pod fields have the same names as in Kubernetes."""
 
     resources: dict[str, dict[str, int | str]] = field(default_factory=dict)
     pod_template: dict[str, Any] = field(default_factory=dict)

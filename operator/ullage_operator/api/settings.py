@@ -50,7 +50,7 @@ class Settings:
     """ULLAGE_DNS_LAG: seconds for which the cluster's DNS may return outdated addresses.
 
     Routers discover engines through DNS. A terminating engine therefore keeps serving for this
-    time. A canary is kept for twice this time after the stable engines are ready.
+    long. A canary is kept for twice as long after the stable engines are ready.
     """
     max_rollouts: int = MAX_ROLLOUTS
     """ULLAGE_MAX_ROLLOUTS: maximum number of services that may be in a rollout at once.

@@ -47,7 +47,7 @@ from ullage_operator.api.sections import (
 
 
 class S3Spec(Strict, frozen=True, kw_only=True):
-    """The object store of `s3://` sources. The default is AWS S3 with the identity of the pod."""
+    """The object store of `s3://` sources. The default is AWS S3 with the pod's identity."""
 
     endpoint: str | None = None
     region: str | None = None

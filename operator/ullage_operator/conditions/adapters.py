@@ -1,4 +1,4 @@
-"""The condition AdaptersReady and status.adapters: the LoRA adapters that engines serve. Pure.
+"""The AdaptersReady condition and status.adapters: the LoRA adapters that engines serve. Pure.
 
 If an adapter fails to load, the service stays ready, because engines still serve the model and all
 other adapters.
@@ -34,7 +34,7 @@ def _status(name: str, reports: Reports) -> dict[str, Any]:
 
 
 def adapters_condition(names: Sequence[str], reports: Reports) -> list[Condition]:
-    """Return the condition AdaptersReady (none without adapters, or while all engines sleep)."""
+    """Return the AdaptersReady condition (none without adapters, or if all engines are asleep)."""
     if not names or not reports:
         return []
     failed: list[str] = []

@@ -2,13 +2,13 @@
 
 Every valid service has four conditions:
 
-Ready        every pool serves through a router, and no pod except a canary's crash-loops
-Available    at least one router and one engine serve
-Progressing  a change is being rolled out, or pods start that have not been ready yet
-Degraded     something is wrong that may not resolve by itself
+Ready        every pool serves through a router, and no pod outside a canary crash-loops
+Available    at least one router and one engine are serving
+Progressing  a change is being rolled out, or new pods are starting
+Degraded     there is a problem that may not resolve on its own
 
 A service that serves stays Ready while it rolls out, scales or lacks one of several replicas. The
-conditions Progressing and Degraded report these states.
+Progressing and Degraded conditions report these states.
 
 Three conditions exist only for some services:
 
@@ -16,13 +16,13 @@ EnginesConsistent    all engines have the same fingerprint, and so generate the 
 AdaptersReady        every LoRA adapter is on every engine that is ready
 ModelCacheWarm       Jobs have filled every shared model cache that the spec asks to pre-fill
 
-Four conditions report the cluster's kinds, permissions and CRD. The first three exist only while
-they are true:
+Four conditions describe the cluster: the kinds that it serves, the operator's permissions and the
+CRD. The first three exist only while they are true:
 
 DefinitionOutdated   the cluster's CRD of LLMService is older than the operator
 MissingPermission    the operator lacks the permission that the message states
 KindsUnlisted        the API server serves a kind but cannot list its objects
-MonitoringAvailable  whether the cluster has the kinds by which a Prometheus operator finds pods
+MonitoringAvailable  whether the cluster serves the kinds of the Prometheus operator
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ MISSING_PERMISSION = "MissingPermission"
 KINDS_UNLISTED = "KindsUnlisted"
 MONITORING_AVAILABLE = "MonitoringAvailable"
 MONITORING = tuple(kind.name for kind in OWNED if kind.api_version == MONITORING_API)
-"""Kinds defined by the Prometheus operator of which this operator creates objects."""
+"""Kinds defined by the Prometheus operator that this operator creates."""
 _MAX_FIELDS = 3
 """Maximum number of fields that a condition lists."""
 
@@ -61,7 +61,7 @@ class Workload:
     settled: bool = False
     """Whether the controller has observed the latest spec and created every pod from it."""
     sleeps: bool = False
-    """Whether the workload may have no pods until a request wakes it."""
+    """Whether the workload may stay at zero pods until a request wakes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Condition:
 STOPPED = Condition(
     AVAILABLE, False, "Stopped", "spec.stop is true; set it to false to serve again"
 )
-"""The condition Available of a service that is stopped on purpose."""
+"""The Available condition of a service that is stopped on purpose."""
 
 
 def workload_of(name: str, desired: int, live: Mapping[str, Any] | None) -> Workload:
@@ -139,10 +139,10 @@ def available_condition(router: Workload, pools: Sequence[Workload]) -> Conditio
 def progressing_condition(
     workloads: Sequence[Workload], change: Condition | None = None, was_progressing: bool = True
 ) -> Condition:
-    """Return the condition Progressing from the state of a service's workloads.
+    """Return the Progressing condition from the state of a service's workloads.
 
-    A change is complete once its pods have been ready. A later pod failure does not count as
-    progress.
+    A change is complete once its pods have been ready. If a pod fails later, the condition does not
+    become True again.
     """
     rolling = [workload.name for workload in workloads if not workload.settled]
     if change and (change.holds or not rolling):
@@ -156,7 +156,7 @@ def progressing_condition(
 
 
 def degraded_condition(troubles: Sequence[PodProblem]) -> Condition:
-    """Return the condition Degraded, which quotes the first problem and counts the others."""
+    """Return the Degraded condition, which quotes the first problem and counts the others."""
     if not troubles:
         return Condition(DEGRADED, False, "AsExpected", "no pod is stuck")
     return Condition(DEGRADED, True, troubles[0].reason, summary(troubles))
@@ -173,7 +173,7 @@ def ready_condition(
     available: Condition,
     troubles: Sequence[PodProblem],
 ) -> Condition:
-    """Return the condition Ready. If it is false, choose the most helpful reason."""
+    """Return the Ready condition. If it is False, its reason is the most helpful one for users."""
     if available is STOPPED:
         return Condition(READY, False, available.reason, available.message)
 

@@ -1,4 +1,4 @@
-"""The condition EnginesConsistent: whether all engines generate the same text. Pure.
+"""The EnginesConsistent condition: whether all engines generate the same text. Pure.
 
 Engines with different fingerprints still serve, but do not share KV. If a request moves from one
 such engine to another, its remaining text may differ from what the first engine would have
@@ -23,15 +23,15 @@ class EngineNumerics:
     pool: str
     """Pool in the spec, even if the engine belongs to the pool's canary."""
     revision: str
-    """Name of the pod's revision, which distinguishes the revisions of a pool."""
+    """Revision of the pod, which distinguishes old from new engines of the same pool."""
     fingerprint: Fingerprint
 
 
 def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Condition]:
-    """Return the condition EnginesConsistent (none before an engine has reported a fingerprint).
+    """Return the EnginesConsistent condition (none before an engine has reported a fingerprint).
 
     Args:
-        engines: the engines by the names of their pods.
+        engines: the engines, by pod name.
     """
     if not any(each.fingerprint.digest for each in engines.values()):
         return []

@@ -39,7 +39,7 @@ MISUSE = 2
 LOOPING_RESTARTS = 2
 """Number of restarts after which a container that keeps exiting counts as crash-looping."""
 RECENT_S = 600.0
-"""Seconds after which an old container exit no longer indicates a problem."""
+"""Seconds after which a container's exit no longer counts as a current problem."""
 STABLE_S = 60.0
 """Seconds of readiness after which a pod no longer counts as crash-looping."""
 CREATING_S = 600.0
@@ -47,7 +47,7 @@ CREATING_S = 600.0
 MOUNTING_S = 20.0
 """Seconds after which Events are read if a pod is still waiting for its volumes or network."""
 EVENTS_S = 30.0
-"""Seconds between two reads of the Events of a pod that fails to start."""
+"""Interval, in seconds, at which the Events of a pod that fails to start are read again."""
 _CACHE = "cache"
 
 
@@ -87,7 +87,7 @@ def _on_lost_node(pod: Pod, lost_nodes: frozenset[str]) -> PodProblem | None:
 def diagnose_pod(pod: Pod, now: datetime) -> PodProblem | None:
     """Return the problem that best explains a pod's state, or None for a healthy or changing pod.
 
-    A pod that serves, starts or terminates has no problem.
+    A pod that is serving, starting or terminating normally has no problem.
     """
     if "deletionTimestamp" in pod["metadata"]:
         return None
@@ -137,7 +137,7 @@ def _looping(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def _refused(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the error with which an engine or router exited, if no restart can fix it, or None."""
+    """Return the problem of an engine or router whose error no restart can fix, or None."""
     if is_ready(pod):
         return None
     for container in container_statuses(pod):
@@ -151,7 +151,7 @@ def _refused(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def stable_in_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds until a pod that is ready after crashes counts as stable."""
+    """Return the seconds until a pod that is ready again after crashes counts as stable."""
     since = ready_since(pod)
     trouble = _looping(pod, now)
     if trouble is None or since is None or not is_ready(pod):
@@ -230,7 +230,7 @@ def _creating(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def is_unmounted(pod: Pod, now: datetime) -> bool:
-    """Return whether a pod has waited so long for volumes or network that Events may tell why."""
+    """Return whether a pod has waited for volumes or network so long that its Events are needed."""
     return _is_mounting(pod) and age_s(pod, now) >= MOUNTING_S
 
 

@@ -1,4 +1,4 @@
-"""Kubernetes Events for changes of a service's conditions. Pure.
+"""Kubernetes Events for changes in a service's conditions. Pure.
 
 An Event reports a transition and never an ongoing state, so that `kubectl describe` lists changes
 instead of reconciliations.
@@ -34,7 +34,7 @@ class EventNote:
 def transitions(
     before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]
 ) -> list[EventNote]:
-    """Return the Events for changes of a service's conditions.
+    """Return the Events for changes in a service's conditions.
 
     An Event is emitted when the status or reason of a condition changes. A new service gets Events
     only for unusual conditions. For example, it is normal that a new service is not serving yet.

@@ -24,7 +24,7 @@ class WorkloadPods(NamedTuple):
     pods: int
     """Pods that exist, including terminating pods."""
     reported: int | None
-    """Number of pods in the last status of the service, or None before the first report."""
+    """Number of pods according to the service's last status, or None before the first one."""
 
 
 def missing_pods(
@@ -68,9 +68,9 @@ def missing_pods_due_s(
 def _lacks(workload: WorkloadPods) -> bool:
     """Return whether a workload lacks pods now and lacked them in the last status.
 
-    Checking both times ignores pods that are being replaced, because they are missing only briefly.
-    A Deployment counts only if its controller also reports a failure, because the controller may
-    have observed a spec without having created the pods yet.
+    Checking both filters out pods that are missing only briefly while they are being replaced. For
+    a Deployment, its controller must also report a failure, because the controller may have
+    observed a spec without having created the pods yet.
     """
     live = workload.live
     desired = _desired(workload.live)

@@ -31,9 +31,9 @@ def unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def roomless_s(pod: Pod, now: datetime) -> float | None:
-    """Return how long, in seconds, no node has had enough free resources for a pod, or None.
+    """Return for how many seconds a pod has lacked a node with enough free resources, or None.
 
-    The result is None once a node has enough resources, or if the pod waits for something else.
+    The result is None if the pod fits on a node or is waiting for something else.
     """
     placed = pod_condition(pod, "PodScheduled")
     if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":
@@ -46,7 +46,7 @@ def roomless_s(pod: Pod, now: datetime) -> float | None:
 
 
 def fits_place_of(pod: Pod, other: Pod) -> bool:
-    """Return whether a pod would fit into the resources that another pod would free.
+    """Return whether the resources that one pod would free are enough for another pod.
 
     Ephemeral storage is considered only if the scheduler reports it as insufficient, because
     engines created by an earlier operator do not request any.

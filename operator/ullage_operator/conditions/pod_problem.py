@@ -43,7 +43,7 @@ class PodProblem:
 
 @dataclass(frozen=True, slots=True)
 class ObjectWarning:
-    """The latest Event of type Warning about a pod or a workload."""
+    """The latest Warning Event about a pod or workload."""
 
     reason: str
     """Reason in CamelCase, such as FailedMount."""

@@ -10,10 +10,10 @@ Pod = Mapping[str, Any]
 
 
 def is_counted(pod: Pod) -> bool:
-    """Return whether a pod counts towards the pods of its workload.
+    """Return whether a pod is included in its workload's pod count.
 
-    All pods count except router pods that have exited permanently. A ReplicaSet replaces such pods
-    but keeps their objects.
+    All pods are included except router pods that have exited permanently. A ReplicaSet replaces
+    such pods but keeps their objects.
     """
     has_ended = pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
     return not (is_router(pod) and has_ended)
@@ -25,7 +25,7 @@ def is_router(pod: Pod) -> bool:
 
 
 def is_follower(pod: Pod) -> bool:
-    """Return whether a pod is a follower, a part of an engine that spans several pods."""
+    """Return whether a pod is a follower, one of the non-leader pods of a multi-pod engine."""
     labels = pod["metadata"].get("labels") or {}
     return bool(labels.get("app.kubernetes.io/component") == naming.FOLLOWER)
 
@@ -55,7 +55,7 @@ def restart_count(pod: Pod) -> int:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """Return the time in a Kubernetes object's field, in UTC."""
+    """Parse a timestamp from a Kubernetes object, and return it in UTC."""
     return datetime.fromisoformat(text).astimezone(UTC) if text else None
 
 
@@ -87,5 +87,5 @@ def spec_section(pod: Pod) -> str:
 
 
 def pool_of(pod: Pod) -> str:
-    """Return the pool of an engine's pod (empty for a router's pod)."""
+    """Return the name of an engine pod's pool (empty for a router pod)."""
     return str(pod["metadata"].get("labels", {}).get(naming.POOL_LABEL, ""))

@@ -51,7 +51,7 @@ class AppliedChanges:
         """Record an applied object.
 
         Args:
-            desired: the manifest, with its applied hash.
+            desired: the manifest, annotated with its applied hash.
             before: the previous live object, or None if it did not exist.
             after: the live object that the API server returned.
         """
@@ -65,8 +65,7 @@ class AppliedChanges:
         """Return one Event note for each kind of change to the objects.
 
         Args:
-            is_new: whether the service is new. The creation of a new service's objects needs no
-                Event.
+            is_new: whether the service is new. Creating a new service's objects needs no Event.
         """
         changes = (
             ("Created", "Create", () if is_new else self.created),
@@ -115,7 +114,7 @@ class ApplyResult:
 
     @property
     def problems(self) -> tuple[PodProblem, ...]:
-        """Return one problem about all objects that could not be written (empty without errors)."""
+        """Return a single problem that lists the failed writes (empty if none failed)."""
         messages = [*self.refused, *self.delayed]
         if not messages:
             return ()
@@ -262,7 +261,7 @@ class Applier:
         _logger.info("%s: applied %s", key, object_name(desired))
 
     async def _create(self, manifest: Object, desired: Object) -> Object:
-        """Create an object that is not in the cache, or adopt it if the service has it already."""
+        """Create an object that is not in the cache, or update it if the service has it already."""
         try:
             return await self._cluster.create(desired)
         except ClusterConflict:
@@ -334,5 +333,5 @@ def _config_hash(obj: Object) -> Any:
 
 
 def leaves_replicas(obj: Object) -> bool:
-    """Return whether another controller, such as an autoscaler, sets the object's replicas."""
+    """Return whether another controller, such as an autoscaler, manages the object's replicas."""
     return obj["kind"] in ("StatefulSet", "Deployment") and "replicas" not in obj["spec"]

@@ -24,9 +24,9 @@ from ullage_operator.policy.scaling import ScalingDecision, ScalingHistory, deci
 Key = TypeVar("Key", bound=Hashable)
 
 INTERVAL_S = 10.0
-"""Seconds between two polls."""
+"""Polling interval in seconds."""
 MIN_INTERVAL_S = 1.0
-"""Minimum number of seconds between two polls, even while a pool wakes."""
+"""Minimum polling interval in seconds, even while a pool is waking up."""
 TIMEOUT_S = 5.0
 WAIT_TIMEOUT_S = 20.0
 """Timeout of a long poll in seconds. Routers respond to a long poll within 10 s."""
@@ -67,7 +67,7 @@ class Autoscaler(Generic[Key]):
 
     Args:
         on_change: called with a service whose decisions have changed.
-        interval_s: seconds between two polls of a service's routers.
+        interval_s: seconds between polls of a service's routers.
     """
 
     def __init__(self, on_change: Callable[[Key], None], interval_s: float = INTERVAL_S) -> None:
@@ -144,7 +144,7 @@ class Autoscaler(Generic[Key]):
                     await asyncio.sleep(MIN_INTERVAL_S)
 
     def _pause_s(self, service: _Service) -> float:
-        """Return the seconds between two polls of a service's routers."""
+        """Return the seconds between polls of a service's routers."""
         # While a pool sleeps, long polls already delay the answer.
         if not all(service.current.values()) and not service.decisions.problem:
             return MIN_INTERVAL_S
@@ -155,7 +155,7 @@ class Autoscaler(Generic[Key]):
     def _take(
         self, key: Key, service: _Service, reports: Mapping[str, list[RouterReport]], problem: str
     ) -> None:
-        """Decide pool sizes from the routers' reports. Call `on_change` if a decision changed."""
+        """Decide pool sizes from routers' reports. Call `on_change` if a decision changes."""
         before = service.decisions
         if not reports:
             service.decisions = ScalingDecisions(before.pools, problem, before.changes)
@@ -232,6 +232,6 @@ class Autoscaler(Generic[Key]):
 
 
 def _sizes_and_problem(decisions: ScalingDecisions) -> tuple[object, ...]:
-    """Return what a reconciliation needs from scaling decisions: the pool sizes and any problem."""
+    """Return the parts of scaling decisions that trigger a reconciliation when they change."""
     sizes = {pool: each.replicas for pool, each in decisions.pools.items()}
     return sizes, decisions.problem

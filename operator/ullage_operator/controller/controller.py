@@ -78,7 +78,7 @@ class WorkQueue(Generic[Key]):
         await asyncio.gather(*self._cancelled(), return_exceptions=True)
 
     def drop(self) -> None:
-        """Cancel all runs and remove all keys."""
+        """Cancel all runs and drop all queued keys."""
         self._cancelled()
 
     def _cancelled(self) -> list[asyncio.Task[None]]:
@@ -117,7 +117,7 @@ class WorkQueue(Generic[Key]):
 
 
 class OperatorMetrics:
-    """Metrics of leadership, and of reconciliations by result and duration."""
+    """Metrics on leadership, and on the results and durations of reconciliations."""
 
     def __init__(self, registry: CollectorRegistry, left_s: Callable[[], float]) -> None:
         self.total = RECONCILE.register(registry)
@@ -216,7 +216,7 @@ class Controller:
 
     @property
     def silent_s(self) -> float:
-        """Return how long, in seconds, the most silent watch has received no data."""
+        """Return the number of seconds since the quietest watch last received data."""
         return self._informers.silent_s
 
     async def _reconcile(self, key: ServiceKey) -> float | None:

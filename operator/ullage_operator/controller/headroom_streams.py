@@ -36,7 +36,7 @@ class StreamTimes:
     """Intervals of the headroom streams, in seconds."""
 
     status_interval_s: float = 10.0
-    """Minimum time between two published changes of a service's memory pressure."""
+    """Minimum time between published changes of a service's memory pressure."""
     tick_s: float = 5.0
     """Tick interval of the clock that measures this process's running time, excluding suspends."""
 
@@ -192,7 +192,7 @@ class HeadroomStreams(Generic[Key]):
         self._report_if_due(key)
 
     def _report_if_due(self, key: Key) -> None:
-        """Publish a changed memory pressure, but not before the minimum interval has passed."""
+        """Publish changed memory pressure, but at most once per `status_interval_s`."""
         reported_at, reported = self._reported.get(key, (-self._times.status_interval_s, {}))
         current = self._current(key)
         if key in self._timers or reported == current:

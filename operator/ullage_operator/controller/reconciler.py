@@ -60,7 +60,7 @@ _MAX_COUNTED_TRIES = 7
 
 
 def _generation(obj: Object) -> tuple[str, int]:
-    """Return the metadata fields of an object that identify a version of its spec."""
+    """Return the metadata fields that identify a version of an object's spec."""
     return obj["metadata"]["uid"], obj["metadata"]["generation"]
 
 
@@ -81,7 +81,7 @@ class ReconcileTimes:
     """Intervals of reconciliations, in seconds."""
 
     resync_s: float = 300.0
-    """Maximum time between two reconciliations of a service, even without changes."""
+    """Maximum time between reconciliations of a service, even without changes."""
     retry_s: float = 1.0
     """Delay of the first retry. Each further retry doubles the delay, up to 64 times this value."""
 
@@ -103,9 +103,9 @@ class Reconciler:
     ) -> None:
         self._name = name
         self._questions: dict[ServiceKey, Question] = {}
-        """This operator's liveness queries to the operator that serves a service, by service."""
+        """Liveness queries to other operators, by the service that the queried operator manages."""
         self._challengers: dict[ServiceKey, Question] = {}
-        """Liveness queries from other operators about services that this operator serves."""
+        """Liveness queries from other operators, by the service that this operator manages."""
         self._cluster = cluster
         self._cache = cache
         self._applier = applier
@@ -207,7 +207,7 @@ class Reconciler:
     async def _leave_to_other(
         self, key: ServiceKey, manifest: Object, turn: ServingTurn
     ) -> tuple[str, float]:
-        """Leave a service to the operator named in its status, and check if that one is alive."""
+        """Leave a service to the operator named in its status, and check whether it is alive."""
         status = manifest.get("status", {})
         holder = holder_of(status)
         self._stop_serving(key)
@@ -256,7 +256,7 @@ class Reconciler:
         )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
-        """Add to `observed` the pools that are silent and that no router can reach either."""
+        """Add to `observed` the pools with silent engines that no router can reach either."""
         pools = silent_pools(observed.engine_health.values(), service.spec.healing.silent_after)
         if not pools:
             return observed
@@ -361,7 +361,7 @@ class Reconciler:
             yield key, (self._cache.service(key) or {}).get("status", {})
 
     def _with_result(self, manifest: Object, observed: Observed, applied: ApplyResult) -> Observed:
-        """Add to `observed` the failures, and the written objects ahead of their watch events."""
+        """Add to `observed` the errors of the writes, and the objects that were just written."""
         return dataclasses.replace(
             observed,
             objects=observe(self._cache, manifest).objects,

@@ -1,4 +1,4 @@
-"""Limits how many rollouts run concurrently if they start because the operator changed.
+"""Limits how many rollouts run at the same time because of a change to the operator itself.
 
 A new default image creates a new revision of every service that does not set an image. If all
 services rolled out at once, each would need additional GPUs, and a bad image would reach all of
@@ -37,12 +37,12 @@ class RolloutQueue:
         self._max_rollouts = max_rollouts
         self._wake = wake
         self._rolling: set[ServiceKey] | None = None
-        """Services with a running rollout. None until those of the previous leader are counted."""
+        """Services with a running rollout. None until the previous leader's are counted."""
         self._only_routers: set[ServiceKey] = set()
         """Services with a rollout that replaces only routers."""
         self._waiting: set[ServiceKey] = set()
         self._seeking: set[ServiceKey] = set()
-        """Services with unscheduled pods of a canary, or of the engines that follow a promotion."""
+        """Services whose canary, or whose engines after a promotion, have pods without a node."""
         self._roomless: set[ServiceKey] = set()
         """Services with an unschedulable engine."""
 
@@ -134,7 +134,7 @@ class RolloutQueue:
         seeks_room: bool = False,
         lacks_room: bool = False,
     ) -> None:
-        """Record a service's state, and wake as many waiting services as may begin a rollout."""
+        """Record a service's state, and wake as many waiting services as may start a rollout."""
         rolling = set() if self._rolling is None else self._rolling
         membership = (
             (rolling, is_rolling),

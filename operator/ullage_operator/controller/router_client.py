@@ -19,7 +19,7 @@ from ullage_operator.policy.pool_load import parse_reports
 from ullage_operator.rollout.analysis import CanarySample, parse_samples
 
 MIN_INTERVAL_S = 5.0
-"""Minimum number of seconds between two requests to the routers of a service."""
+"""Minimum number of seconds between requests to a service's routers."""
 SETTLED_AFTER_S = 30.0
 """Maximum number of seconds that a router needs to discover all engines after it starts."""
 MAX_BYTES = 8 << 20
@@ -74,7 +74,7 @@ class RouterClient:
         return answers
 
     async def fetch_progress(self, pods: Iterable[Pod]) -> dict[str, dict[str, Any]]:
-        """Return the download progress of running model-fetching pods, by the name of their Job."""
+        """Return the download progress of running model-fetching pods, by Job name."""
         urls = {_job_of(pod): url for pod in running(pods) if (url := _progress_url(pod))}
         pages = await asyncio.gather(*map(self._ask, urls.values()))
         return {job: parse_progress(page) for job, page in zip(urls, pages, strict=True) if page}
@@ -82,11 +82,11 @@ class RouterClient:
     async def unreachable_pools(
         self, pods: Iterable[Pod], pools: Iterable[str], now: datetime
     ) -> frozenset[str]:
-        """Return the pools that have no ready engine that any router can reach.
+        """Return the pools in which no router can reach a ready engine.
 
-        Unready routers are queried too, because a router without engines is unready, but they need
-        not respond. If the answer is uncertain, the result is empty. This is the case if a router
-        has just started and may not have discovered the engines yet, if a ready router does not
+        Unready routers are queried too, because a router without engines is unready. They need not
+        respond. If the answer is uncertain, the result is empty. This is the case if a router has
+        just started and may not have discovered the engines yet, if a ready router does not
         respond, or if no router responds.
 
         Args:
@@ -116,12 +116,12 @@ class RouterClient:
         return frozenset(pools) - reached
 
     async def _ask(self, url: str) -> str:
-        """Return the response text of a URL (empty if the request fails)."""
+        """Fetch a URL, and return the response text (empty if the request fails)."""
         page, _ = await self._page(url)
         return page
 
     async def _page(self, url: str) -> tuple[str, str]:
-        """Return the response text of a URL, and the error if the request fails."""
+        """Fetch a URL, and return the response text and any error."""
         try:
             body = await self._http.get(
                 url, timeout_s=TIMEOUT_S, connect_s=CONNECT_S, max_bytes=MAX_BYTES
@@ -153,7 +153,7 @@ def metrics_url(pod: Pod) -> str:
 
 
 def _port(pod: Pod, name: str, otherwise: int) -> int:
-    """Return the number of a pod's port by name (`otherwise` if the pod has no such port)."""
+    """Return the port number of a pod's named port, or `otherwise` if the pod has no such port."""
     ports = [
         port["containerPort"]
         for container in pod.get("spec", {}).get("containers", ())

@@ -27,7 +27,7 @@ _CONTAINER = ("name", "image", "resources", "ports")
 _HAS_STATUS = frozenset({SERVICE.name, POD.name, "Deployment", "StatefulSet", JOB.name, HTTP_ROUTE})
 """Kinds whose status the planner reads. The cache drops the status of all other kinds."""
 _CREATED = [{"manager": FIELD_MANAGER, "operation": "Update"}]
-"""The managedFields cached for an object whose fields `claim_fields` still has to take over."""
+"""The managedFields to cache for an object whose fields `claim_fields` has not yet claimed."""
 
 
 class ServiceKey(NamedTuple):
@@ -41,7 +41,7 @@ class ServiceKey(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """The scope of one watch: a kind in a namespace, or in all namespaces if it is empty."""
+    """What one watch covers: a kind in one namespace (empty for all namespaces)."""
 
     kind: Kind
     namespace: str
@@ -82,12 +82,12 @@ class _Collection:
     swept: int = -1
     """The resourceVersion of the last sweep (-1 before the first sweep)."""
     expected: dict[Name, int] = field(default_factory=dict)
-    """Object versions listed by the last sweep that no event has delivered yet."""
+    """Versions of objects that the last sweep listed but that no event has delivered yet."""
     deleted: dict[Name, int] = field(default_factory=dict)
     """Resource versions at which objects have been deleted since the last sweep."""
 
     def is_outdated(self, name: Name, version: int) -> bool:
-        """Return whether the cache already has this version, a newer one or the deletion."""
+        """Return whether the cache already reflects this version, a newer one or the deletion."""
         if name in self.objects:
             return version <= version_of(self.objects[name])
         if version <= self.deleted.get(name, -1):
@@ -142,7 +142,7 @@ class Cache:
         self._check_seen(scope)
 
     def swept(self, scope: Scope, versions: Mapping[Name, int], revision: int) -> None:
-        """Record a sweep, and drop objects that are older than the sweep but not listed by it.
+        """Record a sweep, and drop older objects that the sweep did not list.
 
         The scope counts as fully visible once events have delivered all listed objects.
 
@@ -170,15 +170,15 @@ class Cache:
         self._check_seen(scope)
 
     def absent(self, scope: Scope) -> bool:
-        """Record that the API server does not serve the kind, and return whether that is new."""
+        """Record that the API server does not serve the kind. Return whether this is new."""
         return self._lose(scope, Visibility.ABSENT, "")
 
     def denied(self, scope: Scope, verb: str) -> bool:
-        """Record that the operator may not list or watch a kind, and return whether that is new."""
+        """Record that the operator may not list or watch a kind. Return whether this is new."""
         return self._lose(scope, Visibility.DENIED, verb)
 
     def failing(self, scope: Scope, reason: str) -> bool:
-        """Record that a scope cannot be listed, and return whether that is new.
+        """Record that a scope cannot be listed. Return whether this is new.
 
         A scope that was listed before is still treated as visible.
         """
@@ -236,7 +236,7 @@ class Cache:
         return [key for key in self._by_service if self.service(key) is not None]
 
     def owned(self, key: ServiceKey) -> list[Object]:
-        """Return the objects with the labels of the service and the operator, whoever owns them."""
+        """Return the objects labelled for the service and the operator, whatever their owner."""
         objects = self._by_service.get(key, {})
         return [obj for (kind, _), obj in objects.items() if kind not in (SERVICE, POD)]
 
@@ -431,12 +431,12 @@ def _slim_pod(spec: Object) -> Object:
 
 
 def version_of(obj: Object) -> int:
-    """Return an object's resourceVersion as a number, to compare versions of one kind."""
+    """Return an object's resourceVersion as a number, for comparing objects of the same kind."""
     return revision_of(obj["metadata"].get("resourceVersion", "0"))
 
 
 def revision_of(revision: str) -> int:
-    """Return a resourceVersion as a number (0 for other text)."""
+    """Return a resourceVersion as a number (0 if it is not numeric)."""
     return int(revision) if revision.isdecimal() else 0
 
 

@@ -61,7 +61,7 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return the time left to write, which is infinite for an operator without leader election."""
+    """Return a full request timeout, because writes never expire without leader election."""
     return _REQUEST_S
 
 
@@ -81,7 +81,7 @@ class _ListMeta(msgspec.Struct):
 
 
 class _Page(msgspec.Struct):
-    """One page of a list of metadata."""
+    """One page of a metadata list response."""
 
     metadata: _ListMeta
     items: list[_Item] | None = None
@@ -93,7 +93,8 @@ class Cluster:
     Args:
         may_write_s: returns the seconds for which this process may still write. A write is refused
             if the result is 0, and cancelled once the time is up.
-        connection: the connection to the API server, by default that of the environment.
+        connection: the connection to the API server, by default the one that the environment
+            configures.
         on_missing: called with the kind and namespace of an object that turned out to be missing in
             a write.
     """
@@ -176,7 +177,7 @@ class Cluster:
             raise ClusterUnavailable(f"{kind.qualified}: not a list: {error}") from error
 
     async def apply(self, obj: Object) -> Object:
-        """Write the operator's fields of an object with a server-side apply.
+        """Write the operator's fields of an object by server-side apply.
 
         The apply is forced, because the operator owns these fields. Fields of other managers are
         not touched. If nothing changes, the API server skips the write and the resourceVersion
@@ -218,8 +219,8 @@ class Cluster:
     async def create(self, obj: Object) -> Object:
         """Create an object.
 
-        The created fields are owned under the operation Update. `claim_fields` must transfer them
-        to the operation Apply before a server-side apply can remove any of them.
+        The created fields are owned under the Update operation. `claim_fields` must transfer them
+        to the Apply operation before a server-side apply can remove any of them.
 
         Raises:
             ClusterConflict: the object exists already.
@@ -467,7 +468,7 @@ class _Request(NamedTuple):
 
 @functools.cache
 def resource_of(kind: Kind) -> Resource:
-    """Return the dynamic client's resource of a kind, without discovery at the API server."""
+    """Return the dynamic client's resource for a kind, without API discovery."""
     group, _, version = kind.api_version.rpartition("/")
     resource = Resource(
         prefix="apis" if group else "api",

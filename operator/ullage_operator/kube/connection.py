@@ -96,7 +96,7 @@ class ApiConnection:
                 await previous.close()
 
     async def headers(self) -> dict[str, str]:
-        """Return the header Authorization (empty with client certificates)."""
+        """Return the Authorization header (empty with client certificates)."""
         headers: dict[str, str] = {}
         api = await self.api()
         await api.update_params_for_auth(headers, [], ["BearerToken"], "", "", None)

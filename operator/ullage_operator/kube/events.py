@@ -24,9 +24,9 @@ API_VERSION = "events.k8s.io/v1"
 KIND = "Event"
 CONTROLLER = f"{naming.GROUP}/operator"
 REPEAT_S = 360.0
-"""Seconds within which a repeated change is not reported by a second Event.
+"""Seconds during which a repetition of a change is not reported by another Event.
 
-This happens for example if another client keeps editing an object that the operator keeps
+Changes repeat, for example, if another client keeps editing an object that the operator keeps
 repairing.
 """
 MAX_REMEMBERED = 4096

@@ -5,10 +5,10 @@ the cache. A kind that is denied, absent or failing therefore does not affect ot
 adds to kopf:
 
 * A watch that ends for any reason is restarted, with a backoff while it fails.
-* A list after a gap in the history has the existing objects, but does not show which were deleted.
-  A sweep compares names after each list and at intervals.
-* A watch that dies silently is detected, because there are no more events, bookmarks or requests,
-  or because a sweep lists objects that no event delivers.
+* A list after a gap in the history shows which objects exist, but not which were deleted. A sweep
+  therefore compares names, after each list and at intervals.
+* A watch that dies silently is detected, because events, bookmarks and requests stop, or because a
+  sweep lists objects that no event delivers.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class WatchTimes:
     """Timeouts and intervals of a watch, in seconds."""
 
     recheck_s: float = 60.0
-    """Time between two checks of a kind that is absent or denied."""
+    """Time between checks of a kind that is absent or denied."""
     stale_s: float = 300.0
     """Time without any request, event or bookmark after which kopf is considered dead."""
     behind_s: float = 120.0
@@ -152,7 +152,7 @@ class Informers:
 
     @property
     def silent_s(self) -> float:
-        """Return how long, in seconds, the most silent watch has received no data."""
+        """Return the number of seconds since the quietest watch last received data."""
         return max((informer.silent_s for informer in self._informers.values()), default=0.0)
 
 

@@ -32,12 +32,12 @@ def own_namespace(served: list[str]) -> str:
 
 
 def own_identity() -> str:
-    """Return an identity that is unique to this process, even among restarts of its pod."""
+    """Return an identity that is unique to this process, even across restarts of its pod."""
     return f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4()}"
 
 
 def boot_s() -> float:
-    """Return the seconds since boot, including time suspended, during which Leases also age."""
+    """Return the seconds since boot, including suspended time, because Leases age during it too."""
     # Only Linux has this clock. On other systems an operator runs only for development.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
@@ -80,7 +80,7 @@ class LeaderElection:
         self._leads = False
         self._reported = ""
         self._holder = ""
-        """The last leader that was logged."""
+        """Name of the leader that was last logged."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

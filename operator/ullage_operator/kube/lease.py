@@ -32,7 +32,7 @@ class Times:
 
     @property
     def retry_s(self) -> float:
-        """Return the seconds between two attempts to acquire or renew the Lease."""
+        """Return the seconds between attempts to acquire or renew the Lease."""
         return self.duration_s * 2 / 15
 
 

@@ -108,7 +108,7 @@ def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySec
 
     The peers of an engine are the other engines of its pool, which run the same model. Engines
     discover their peers through the pool's headless Service. If the spec does not set the size of
-    the host tier, it is omitted here, because only the engine can measure how much memory is free.
+    the host tier, it is left out, because only the engine can measure how much memory is free.
     """
     tiers = pool.memory.tiers
     remote = None
@@ -272,7 +272,7 @@ def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
 
 
 def document(config: Strict) -> dict[str, Any]:
-    """Convert a configuration to plain data, without unset fields, since readers have defaults."""
+    """Convert a configuration to plain data, omitting unset fields, as readers have defaults."""
     return cast(dict[str, Any], _without_none(msgspec.to_builtins(config)))
 
 

@@ -64,7 +64,7 @@ def image_has_vllm(image: str, settings: Settings) -> bool | None:
 
 
 def may_be_vllm(spec: Spec) -> bool:
-    """Return whether the spec allows vLLM as the engine of a service."""
+    """Return whether the spec allows vLLM as a service's engine."""
     return spec.engine != "native"
 
 

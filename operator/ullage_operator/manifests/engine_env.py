@@ -27,7 +27,7 @@ AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
-    """Return the variable USER for a UID without an account.
+    """Return the USER variable for a UID without an account.
 
     torch and Triton use the user name in paths.
     """

@@ -32,7 +32,7 @@ from ullage_operator.manifests.volumes import (
 Manifest = dict[str, Any]
 
 START_PERIOD_S = 5
-"""Seconds between two startup probes."""
+"""Seconds between startup probes."""
 FOLLOWER_START_S = 120
 """Startup timeout of a follower's process in seconds (short, because it imports little)."""
 
@@ -113,7 +113,7 @@ def claims_of_pods(pool: PoolSpec) -> Manifest:
 
 
 def claims_of_container(pool: PoolSpec) -> Manifest:
-    """Return those of a pod's resource claims that the engine's container uses."""
+    """Return the pod's resource claims that the engine's container uses."""
     claims = [
         {"name": each.name, **({"request": each.request} if each.request else {})}
         for each in pool.resource_claims

@@ -68,7 +68,7 @@ def router_scaler(service: Service, scaling: RouterAutoscaling) -> Manifest:
 def route_condition(
     service: Service, serves: Collection[str], route: Mapping[str, Any] | None
 ) -> list[Condition]:
-    """Return the condition RouteAccepted (none for a service without Gateways).
+    """Return the RouteAccepted condition (none for a service without Gateways).
 
     Args:
         route: the live HTTPRoute, or None if it does not exist yet.

@@ -34,7 +34,7 @@ RETRIES = 3
 KEPT_S = 3600
 """Seconds for which Kubernetes keeps a finished Job."""
 MISUSE = 2
-"""Exit status if the model source can never be downloaded, so that retries are pointless."""
+"""Exit status if the model source can never be downloaded, so that retrying is pointless."""
 _OF_PLACEMENT = (
     "affinity",
     "dnsConfig",
@@ -62,7 +62,7 @@ class SharedCache(NamedTuple):
     pools: tuple[str, ...]
     """Pools whose engines read their model from the claim."""
     store: str = ""
-    """Digest of the endpoint of the bucket (empty if the source alone identifies the model)."""
+    """Digest of the bucket's endpoint (empty if the source alone identifies the model)."""
 
 
 def shared_caches(service: Service) -> list[SharedCache]:
@@ -172,16 +172,17 @@ def _pod_spec(service: Service, pool: PoolSpec, cache: SharedCache, settings: Se
 def _outside_mesh(settings: Settings) -> Manifest:
     """Return the annotation that keeps a service mesh from injecting its sidecar into the pod.
 
-    A sidecar would keep the pod from ever finishing. Without a mesh, the field `annotations` is
+    A sidecar would keep the pod from ever finishing. Without a mesh, the `annotations` field is
     omitted, because API servers drop empty maps and the difference would look like drift.
     """
     return {"annotations": dict([_NO_SIDECAR[settings.mesh]])} if settings.mesh else {}
 
 
 def _given(pool: PoolSpec) -> Manifest:
-    """Return what a Job takes from a pool's pod template: scheduling and the engine's environment.
+    """Return the fields that a Job copies from a pool's pod template.
 
-    Sidecars are omitted, because they would keep the Job from finishing.
+    These are scheduling fields and the environment of the engine. Sidecars are omitted, because
+    they would keep the Job from finishing.
     """
     spec = pool.pod_template.get("spec", {})
     containers = [

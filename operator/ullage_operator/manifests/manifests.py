@@ -215,9 +215,9 @@ def disks(pool_name: str, pool: PoolSpec) -> Manifest:
 def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifest:
     """Return the selector of a pool's PodDisruptionBudget, which covers all pods of its engines.
 
-    A group is the pods of one engine. If one of them is missing, the whole group is unready. A
-    budget of one unavailable pod therefore protects all other groups, while the unready rest of the
-    incomplete group may still be evicted.
+    If one pod of an engine is missing, all of the engine's pods are unready. A budget of one
+    unavailable pod therefore protects the pods of all other engines, while the incomplete engine's
+    unready pods may still be evicted.
     """
     if pool.nodes == 1:
         return {"matchLabels": naming.selector(service.name, naming.ENGINE, pool_name)}
@@ -277,13 +277,13 @@ def group_objects(
 
 
 def max_engines(pool: PoolSpec) -> int:
-    """Return the maximum number of engines of a pool."""
+    """Return a pool's maximum number of engines."""
     scaling = autoscaling_of(pool)
     return max(pool.replicas, scaling.max_replicas if scaling else 0)
 
 
 def followers(pool: PoolSpec) -> int:
-    """Return the total number of followers of all engines of a pool."""
+    """Return the total number of followers across a pool's engines."""
     return pool.replicas * (pool.nodes - 1)
 
 

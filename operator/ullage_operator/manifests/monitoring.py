@@ -1,4 +1,4 @@
-"""Builds the PodMonitors and the PrometheusRule of a service. Pure.
+"""Builds a service's PodMonitors and PrometheusRule. Pure.
 
 With these objects, a Prometheus operator scrapes the service, records burn rates and fires alerts.
 docs/runbooks/service.md explains how to resolve each alert.
@@ -20,7 +20,7 @@ Manifest = dict[str, Any]
 Rule = dict[str, Any]
 
 BURN = "ullage:slo_burn:rate"
-"""Prefix of the recorded burn rates by window (error ratio divided by error budget)."""
+"""Prefix of the names of recorded burn rates (error ratio divided by error budget)."""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TAILS = (("e2e_p99", 2, 0.01), ("e2e_p999", 3, 0.001))
 """Tail-latency objectives: name, multiple of e2eP95, fraction of requests that may be slower."""
@@ -30,13 +30,13 @@ NAME_SERVICE = {
 }
 """Relabeling that adds the name of the service to every series, for dashboards."""
 PAGE = ((14.4, "1h", "5m"), (6, "6h", "30m"))
-"""Burn rates that spend 2 % of a month's budget in an hour, and 5 % in six hours."""
+"""Burn rates that spend 2 % of a month's error budget in an hour, and 5 % in six hours."""
 PAGE_REQUESTS = 100
 TICKET_REQUESTS = 500
 TAIL_REQUESTS = 1000
 """Minimum numbers of requests in an alert's window for a meaningful error ratio."""
 SHORT_OF_CAPACITY = "KV_HEADROOM|QUEUE_FULL|QUEUE_TIMEOUT|DEADLINE"
-"""Reasons for refusing a request that more memory or more engines would have prevented."""
+"""Reasons for refusing requests that more memory or more engines could have served."""
 REFUSED_RATE = 0.1
 REFUSED_SHARE = 0.05
 """Refusals per second, and as a fraction of all requests, above which an alert fires."""
@@ -53,13 +53,16 @@ TIER_FAILURES = 100
 """Number of blocks that failed in a KV tier within 15 minutes above which an alert fires."""
 BUSY_TOKENS = 500
 HIT_RATIO = 0.6
-"""Prompt tokens per second above which the hit ratio is checked, and the lowest healthy ratio."""
+"""Prompt tokens per second above which the prefix cache hit ratio is checked, and its minimum."""
 
 
 def monitoring_objects(
     service: Service, serves: Collection[str], settings: Settings
 ) -> list[Manifest]:
-    """Return the monitoring objects of the kinds that the cluster serves."""
+    """Return a service's PodMonitors and PrometheusRule, if they are enabled.
+
+    Kinds whose CRDs are not installed are skipped.
+    """
     wanted = service.spec.observability
     objects = []
     if wanted.pod_monitor.enabled and "PodMonitor" in serves:
@@ -147,7 +150,7 @@ def alert_rule(alert: Alert, service: Service, settings: Settings) -> Rule:
 
 
 def burn_rates(service: Service) -> list[Rule]:
-    """Return the recording rules of burn rates.
+    """Return the recording rules for burn rates.
 
     A burn rate of 1 uses up the error budget exactly, and 0 uses none of it.
     """
@@ -453,12 +456,12 @@ def device_alerts(service: Service) -> list[Alert]:
 
 
 def routers(service: Service) -> str:
-    """Return the label matchers of a service's routers."""
+    """Return the label matchers that select a service's routers."""
     return pods(service, f"{naming.router_name(service.name)}-[a-z0-9]+-?[a-z0-9]{{5}}")
 
 
 def engines(service: Service) -> str:
-    """Return the label matchers of a service's engines.
+    """Return the label matchers that select a service's engines.
 
     The matchers exclude another service whose name begins with this service's name.
     """
@@ -468,5 +471,5 @@ def engines(service: Service) -> str:
 
 
 def pods(service: Service, names: str) -> str:
-    """Return PromQL matchers, on the labels set by a PodMonitor, for pods with matching names."""
+    """Return PromQL matchers for pods with matching names, by the labels that PodMonitors set."""
     return f'namespace="{service.namespace}",pod=~"{names}"'

@@ -30,7 +30,7 @@ _PORTS_PAST_MESH = {
     "istio": "traffic.sidecar.istio.io/excludeInboundPorts",
     "linkerd": "config.linkerd.io/skip-inbound-ports",
 }
-"""Annotation, by mesh, that excludes ports of a pod from the sidecar."""
+"""Annotation, by mesh, that lists the ports of a pod that the sidecar must not intercept."""
 
 
 def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
@@ -61,7 +61,7 @@ def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
 
 
 def mesh_annotations(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the annotations that let the operator connect to pods in a mesh from outside of it.
+    """Yield the annotations that let the operator connect to pods in a mesh from outside.
 
     The operator connects to pods in plaintext, and only to read-only ports.
     """

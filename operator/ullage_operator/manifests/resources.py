@@ -1,4 +1,4 @@
-"""Sets CPU, memory and disk of containers, from the spec or by default. Pure.
+"""Sets containers' CPU, memory and disk resources, from the spec or by default. Pure.
 
 A node under pressure evicts or kills containers without resource requests first.
 Every container therefore requests CPU and memory, and engines that fetch their model also request
@@ -21,7 +21,7 @@ from ullage_operator.api.spec import Service
 from ullage_operator.manifests.engine_choice import is_vllm
 
 Amounts = dict[str, dict[str, str]]
-"""Quantities by `requests` or `limits`, and by the name of the resource."""
+"""Quantities by `requests` or `limits`, then by resource name."""
 
 _MIB = 1 << 20
 _SERVER_BYTES = 512 * _MIB
@@ -45,7 +45,7 @@ _ROUTER: Amounts = {
     "limits": {"memory": "1Gi"},
 }
 _PARAMETERS = re.compile(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([mb])(?![a-z0-9])")
-"""Matches a number of parameters in lower case, for example 135m, 7b, 0.5b or 8x7b."""
+"""Matches a parameter count in lower case, for example 135m, 7b, 0.5b or 8x7b."""
 _BLOCKS = re.compile(r"(?<![a-z0-9])i?q(\d)(?:_|\b)")
 """Matches the quantization format of a GGUF file, such as Q4_K_M (4 bits plus scales)."""
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
@@ -102,7 +102,7 @@ def kv_file_bytes(size: int) -> int:
 
 
 def _kv_folder_bytes(pool: PoolSpec) -> int:
-    """Return the maximum bytes of a file tier on the pod's own ephemeral storage, 0 without one."""
+    """Return the maximum bytes of a file tier on the pod's ephemeral storage (0 without one)."""
     file = pool.memory.tiers.file
     if file is None or file.claim_name or file.host_path or kv_holders(pool):
         return 0
@@ -162,13 +162,13 @@ def router_resources(service: Service) -> Amounts:
 def model_bytes(model: ModelSection) -> int:
     """Return the estimated size of a model's weights in bytes, from its name and source.
 
-    The result is 0 if neither the name nor the source contains a number of parameters.
+    The result is 0 if neither the name nor the source includes a parameter count.
     """
     return math.ceil(_num_parameters(model) * _bits(model) / 8)
 
 
 def _num_parameters(model: ModelSection) -> float:
-    """Return the number of parameters in a model's name or source (0 without one)."""
+    """Return the parameter count in a model's name or source (0 if there is none)."""
     text = f"{model.source} {model.name}".lower().replace("_", "-")
     counts = [
         int(experts or 1) * float(number) * {"m": 1e6, "b": 1e9}[unit]
@@ -205,7 +205,7 @@ def _dtype_bits(model: ModelSection) -> float:
 
 
 def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
-    """Return the expected host memory of one pod of an engine, in bytes.
+    """Return the expected host memory of one engine pod, in bytes.
 
     On a CPU, `deviceBytes` covers both the weights and the device KV, if it is set.
     """
@@ -231,9 +231,10 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Amounts:
     """Fill in missing quantities from defaults, and write all in the API server's notation.
 
-    In this notation, an applied object equals the stored object. A default request is skipped if a
-    limit is set, because Kubernetes then uses the limit as the request. A default limit is skipped
-    if the request exceeds it, because Kubernetes rejects requests above their limits.
+    With this notation, an applied object is equal to the stored object. A default request is
+    skipped if a limit is set, because Kubernetes then uses the limit as the request. A default
+    limit is skipped if the request exceeds it, because Kubernetes rejects requests above their
+    limits.
     """
     merged: Amounts = {
         kind: {name: canonical(quantity) for name, quantity in by_name.items()}

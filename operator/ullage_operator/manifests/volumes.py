@@ -230,7 +230,7 @@ def scratch_volume(name: str) -> Manifest:
 
 
 def claims_of(service: Service) -> list[str]:
-    """Return the claims of the model and of adapters without duplicates, the model's first."""
+    """Return the claims of the model and its adapters, model first and without duplicates."""
     claims = (claim_of(service.spec.model.source), *(service.spec.adapter_claims or ()))
     return list(dict.fromkeys(filter(None, claims)))
 

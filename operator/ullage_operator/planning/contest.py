@@ -2,9 +2,9 @@
 
 Each release of the chart elects its leader with its own Lease, so two releases that watch the same
 namespace would both act. The service's status therefore names the operator that manages the
-service. Another operator writes a liveness query to the status, which the managing operator answers
-by removing the query. If it does so in time, the other operator leaves the service alone. If it
-does not, the other operator takes over.
+service. Another operator writes a liveness query to the status, and the managing operator answers
+by removing the query. If the answer comes in time, the other operator leaves the service alone.
+Otherwise it takes over.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Status = Mapping[str, Any]
 
 
 class ServingTurn(StrEnum):
-    """What an operator does about a service that another operator may already manage."""
+    """What an operator does with a service that another operator may already manage."""
 
     SERVE = "serve"
     ASK = "ask"

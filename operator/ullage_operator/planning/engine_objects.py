@@ -105,7 +105,7 @@ def all_engines(
 
 
 def with_stop(item: Manifest) -> Manifest:
-    """Return an object of a pool, and add the stop annotation if it is a StatefulSet."""
+    """Return one of a pool's objects, adding the stop annotation if it is a StatefulSet."""
     if item["kind"] != "StatefulSet":
         return item
     annotations = item["metadata"].get("annotations", {}) | stop_annotation(True)
@@ -113,7 +113,7 @@ def with_stop(item: Manifest) -> Manifest:
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
-    """Return an object of a pool, and subtract engines that a canary replaces from its replicas."""
+    """Return one of a pool's objects, minus the replicas that a canary replaces."""
     if not places or item["kind"] != "StatefulSet":
         return item
     missing = places * (pool.nodes - 1) if is_follower(item) else places
@@ -156,7 +156,7 @@ def resized_engines(
 
 
 def paused_scalers(service: Service, observed: Observed) -> list[Manifest]:
-    """Return the live ScaledObjects that must be paused or resumed, with only that change."""
+    """Return the live ScaledObjects that must be paused or resumed, with only that change made."""
     scalers = []
     for name in service.spec.pools:
         key = ObjectKey(SCALED_OBJECT, naming.pool_name(service.name, name))

@@ -26,7 +26,7 @@ FETCHING = "Fetching"
 FETCHED = "Fetched"
 FAILED = "Failed"
 RECHECK_S = 10.0
-"""Seconds between two requests for a running Job's progress."""
+"""Seconds between requests for a running Job's progress."""
 _LONGEST = 512
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -41,7 +41,7 @@ class FetchObservation:
     pods: Sequence[LiveObject] = ()
     """Pods of the Jobs that download models."""
     progress: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Download progress that running pods report, by the name of their Job."""
+    """Download progress that running pods report, by Job name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def waiting_pools(states: Iterable[CacheState]) -> dict[str, str]:
 
 
 def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
-    """Return the condition ModelCacheWarm (none for a service without claims to pre-fill)."""
+    """Return the ModelCacheWarm condition (none for a service without claims to pre-fill)."""
     if not states:
         return []
     failed = [state for state in states if state.phase == FAILED]
@@ -135,7 +135,7 @@ def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
 
 
 def cache_status(pool: str, states: Iterable[CacheState]) -> dict[str, Any]:
-    """Return the section `modelCache` of a pool's status (empty for a pool without a cache)."""
+    """Return the `modelCache` section of a pool's status (empty for a pool without a cache)."""
     for state in states:
         if pool in state.cache.pools:
             return {
@@ -158,7 +158,7 @@ def _without_job(
     """Return the state of a claim that has no Job.
 
     If the last status already reported the Job as missing, the Job cannot be created and engines do
-    not wait for it. They do not wait either if a previous Job failed and is being recreated.
+    not wait for it. Nor do they wait if a previous Job failed and is being recreated.
     """
     phase = before.get("phase")
     message = "its Job does not exist; see the condition Degraded or MissingPermission"
@@ -206,7 +206,7 @@ def _state_of_job(
 
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recorded status of a claim (empty if that was another claim, model or bucket)."""
+    """Return the recorded status of a claim (empty if it is for another claim, model or bucket)."""
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})

@@ -1,4 +1,4 @@
-"""The observations that the plan of a service depends on. Pure."""
+"""The observations that a service's plan depends on. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

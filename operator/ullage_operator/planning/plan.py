@@ -72,8 +72,8 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
 
     Raises:
         InvalidManifest: a pod template sets a field that the operator itself sets. Templates of
-            releases that engines already run are not checked. There the operator's fields simply
-            take precedence.
+            releases that engines already run are not checked. In those, the operator's fields take
+            precedence.
     """
     if problems := list(dict.fromkeys(template_conflicts(service, settings))):
         raise InvalidManifest(problems)
@@ -156,7 +156,7 @@ def _has_canary(service: Service, pool: str, observed: Observed) -> bool:
 
 
 def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Manifest:
-    """Return the status to write after the plan was applied, completely or in part."""
+    """Return the status to write after the plan was fully or partly applied."""
     service = with_replicas(service, observed.objects, observed.scaling)
     return status_of(service, plan.rollout, observed, plan.healing)
 
@@ -181,7 +181,7 @@ def _recheck_times_s(service: Service, healing: RestartDecision, observed: Obser
     """Return the delays, in seconds, after which the plan may change even without an event.
 
     For example, a restart may become due, a pod may become stable, a missing pod may become a
-    problem, or a node may have to be checked again.
+    problem, or a node may need another check.
     """
     stable = (stable_in_s(pod, observed.now) for pod in observed.pods)
     nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
@@ -227,7 +227,7 @@ def wanted_objects(
     observed: Observed,
     settings: Settings,
 ) -> list[Manifest]:
-    """Return the objects of a service, in the order to apply them.
+    """Return a service's objects, in the order in which to apply them.
 
     The state of the rollout comes first, because every later step depends on it. Engines come
     before routers, so that a router can resolve its targets when it starts.

@@ -1,4 +1,4 @@
-"""Extracts from a service's observations what its rollout depends on. Pure."""
+"""Derives the inputs of a rollout's plan from the observations of its service. Pure."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -34,7 +34,7 @@ SEEK = timedelta(minutes=10)
 
 
 def observe_rollout(observed: Observed) -> RolloutObservation:
-    """Return the observations that the plan of a rollout depends on."""
+    """Return the observations that a rollout's plan depends on."""
     kept = next((obj for key, obj in observed.objects.items() if _is_rollout_state(key)), {})
     pods = canary_pods(observed)
     wrong = diagnose(pods, observed.now, observed.lost_nodes, observed.warnings)
@@ -64,7 +64,7 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
 
 
 def roomless_pools(observed: Observed) -> dict[str, float]:
-    """Return, by pool, for how many seconds a canary's pods have been unschedulable.
+    """Return how many seconds a canary's pods have been unschedulable, by pool.
 
     Only pools where stopping a stable engine would free enough resources for such a pod are
     included.
@@ -102,7 +102,7 @@ def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) 
 
 
 def lacks_room(observed: Observed) -> bool:
-    """Return whether an engine is unschedulable and has been for less than `SEEK`."""
+    """Return whether an engine is unschedulable, and has been so for less than `SEEK`."""
     waits = [roomless_s(pod, observed.now) for pod in observed.pods if pool_of(pod)]
     return any(wait_s is not None and wait_s < SEEK.total_seconds() for wait_s in waits)
 

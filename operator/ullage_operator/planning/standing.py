@@ -4,8 +4,8 @@ An invalid edit has no effect. The operator reports the invalid fields and keeps
 healing the service according to the last valid spec. That spec is kept in the ConfigMap that stores
 the state of the rollout, with hashes instead of the values of environment variables.
 
-Services managed by an older operator may have no kept spec. The operator then changes nothing but
-the number of pods, which follows whichever autoscaling fields of each pool are readable.
+Services managed by an older operator may have no kept spec. The operator then only changes the
+number of pods, according to those autoscaling fields that it can read.
 """
 
 import contextlib
@@ -224,7 +224,7 @@ def _salvaged(
 def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, str]:
     """Return a role for each live pool.
 
-    A pool gets its declared role if it is readable and no other pool has the same role.
+    A pool gets its declared role if that role is readable and no other pool has it.
     """
     roles: dict[str, str] = {}
     for pool in pools:
@@ -248,7 +248,7 @@ def _size_of(service: str, pool: str, observed: Observed) -> Manifest:
 def _with_readable(
     metadata: Mapping[str, Any], spec: Manifest, path: Sequence[str], value: Any
 ) -> Manifest:
-    """Return a spec with a section copied from the declared spec, or its readable fields only."""
+    """Return a spec with a section, or its readable fields, copied from the declared spec."""
     if value is None:
         return spec
     candidate = _replaced(spec, path, value)

@@ -1,4 +1,4 @@
-"""Builds the status of a service from its plan and observations. Pure."""
+"""Builds a service's status from its plan and observations. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -54,14 +54,14 @@ Manifest = dict[str, Any]
 
 ROUTER_WAITS = "the operator's new routers wait until fewer services are being rolled out"
 INVALID_SPEC = "InvalidSpec"
-"""Reason of conditions of a service whose declared spec cannot be applied."""
+"""Condition reason for a service whose declared spec cannot be applied."""
 _KEEPS_SPEC = ". Until that is corrected, the operator carries out the previous spec"
 
 
 def status_of(
     service: Service, rollout: RolloutPlan, observed: Observed, healing: RestartDecision
 ) -> Manifest:
-    """Return the complete `status` section of a service."""
+    """Return a service's complete `status` section."""
     name = naming.router_name(service.name)
     deployment = observed.objects.get(ObjectKey("Deployment", name))
     router = workload_of("router", service.spec.router.replicas, deployment)
@@ -141,7 +141,7 @@ def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
 
 
 def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]:
-    """Return a problem for each pool from whose pods the API server dropped the device claims."""
+    """Return a problem for each pool whose pods' device claims the API server dropped."""
     stable = rollout.stable
     problems = []
     for name, pool in stable.spec.pools.items():
@@ -163,7 +163,7 @@ def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]
 
 
 def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:
-    """Return the fingerprints of engines that have served, by the names of their pods."""
+    """Return the fingerprints of engines that have served, by pod name."""
     engines = {}
     for pod in observed.pods:
         meta = pod["metadata"]
@@ -202,14 +202,14 @@ def warned_objects(service: Service, observed: Observed) -> list[str]:
 
 
 def was_progressing(status: Mapping[str, Any]) -> bool:
-    """Return whether the condition Progressing was last True (True for a service without it)."""
+    """Return whether the Progressing condition was last True (True for a service without it)."""
     listed = status.get("conditions", ())
     progressing = (each["status"] == "True" for each in listed if each["type"] == PROGRESSING)
     return next(progressing, True)
 
 
 def workload_pods(service: Service, observed: Observed) -> list[WorkloadPods]:
-    """Return the router's Deployment and the stable StatefulSets, with their pods."""
+    """Return the routers' Deployment and the stable engines' StatefulSets, with their pods."""
     status = observed.status
     live = observed.objects
     pods = Counter(map(pool_of, filter(is_counted, observed.pods)))
@@ -226,7 +226,7 @@ def workload_pods(service: Service, observed: Observed) -> list[WorkloadPods]:
 
 
 def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
-    """Return the condition Progressing of a rollout.
+    """Return the Progressing condition of a rollout.
 
     The result is None while all engines have the revision of the spec.
     """
@@ -278,14 +278,14 @@ def with_canary_engines(
 
 
 def scale_status(service: Service, pools: Mapping[str, Workload]) -> Manifest:
-    """Return the status fields behind the scale subresource, which covers the default pool."""
+    """Return the status fields that the scale subresource reads, for the default pool."""
     first = next(iter(service.spec.pools))
     match = naming.selector(service.name, naming.ENGINE, first)
     return {"replicas": pools[first].exist, "selector": naming.selector_text(match)}
 
 
 def pool_status(service: Service, pool: str, workload: Workload, observed: Observed) -> Manifest:
-    """Return the status of a pool for the service's `status.pools`."""
+    """Return a pool's status for the service's `status.pools`."""
     match = naming.selector(service.name, naming.ENGINE, pool)
     pressure = observed.pressure_levels.get(pool)
     before = observed.status.get("pools", {}).get(pool, {})

@@ -13,11 +13,11 @@ from ullage_operator.conditions.pods import has_started, is_follower, pool_of
 Pod = Mapping[str, Any]
 
 REPORT_INTERVAL_MS = 10_000
-"""Minimum time between two reports of a stable engine, in milliseconds."""
+"""Minimum time between reports of a stable engine, in milliseconds."""
 SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
 """Seconds without a report after which the operator reconciles the engine's service."""
 TRIAL_INTERVAL_MS = 1_000
-"""Minimum time between two reports of a canary's engine, in milliseconds.
+"""Minimum time between reports of a canary's engine, in milliseconds.
 
 The interval is short, so that the operator learns of a crash before it promotes the canary.
 """
@@ -43,7 +43,7 @@ class EngineHealth:
     silent_s: float = 0.0
     """Seconds since the last report, or since the operator subscribed to the engine's reports."""
     unhealthy_s: float = 0.0
-    """Seconds for which the engine has reported a health below the service's minimum."""
+    """Seconds for which the engine has reported health below the service's minimum."""
     trouble: str = ""
     """Error of the engine's report stream (empty while reports arrive)."""
 
@@ -139,7 +139,7 @@ class EngineTarget:
     address: str
     min_health: float
     interval_ms: int = REPORT_INTERVAL_MS
-    """Minimum time between two headroom reports, in milliseconds."""
+    """Minimum time between headroom reports, in milliseconds."""
 
 
 def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTarget]:

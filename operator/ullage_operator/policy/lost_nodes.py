@@ -16,9 +16,9 @@ from ullage_operator.conditions.pods import (
 Pod = Mapping[str, Any]
 
 DOUBT_AFTER_S = 20.0
-"""Seconds of unreadiness after which a started pod may have lost its node."""
+"""Seconds for which a started pod must be unready before its node is suspected lost."""
 NODE_CHECK_S = 15.0
-"""Seconds between two checks of a node that may be lost."""
+"""Seconds between checks of a node that may be lost."""
 
 
 def elapsed_s(at: datetime | None, now: datetime) -> float:

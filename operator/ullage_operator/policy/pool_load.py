@@ -22,7 +22,7 @@ class PoolLoad:
     capacity: int = 0
     """Total KV memory of these engines, in bytes."""
     claimed: int = 0
-    """Bytes of the capacity that are in use or reserved according to predictions."""
+    """Bytes of the capacity that are in use, or reserved based on predictions."""
     waiting: int = 0
     """Bytes of KV memory that queued requests are waiting for."""
     queue_s: float = 0.0

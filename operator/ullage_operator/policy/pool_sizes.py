@@ -24,7 +24,7 @@ KEDA = "keda"
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecisions:
-    """The operator's scaling decisions, from measured load."""
+    """The operator's scaling decisions, based on measured load."""
 
     pools: Mapping[str, ScalingDecision]
     """Decisions by pool. Pools that have not been measured yet are missing."""
@@ -167,7 +167,7 @@ def was_stopped(live: Object | None) -> bool:
 
 
 def left_to_others(pool: PoolSpec, live: Object | None, is_stopped: bool = False) -> bool:
-    """Return whether another controller sets the number of the StatefulSet's replicas.
+    """Return whether another controller sets the StatefulSet's number of replicas.
 
     KEDA does so once the StatefulSet exists, unless the service is stopped or is restarting after a
     stop.

@@ -90,7 +90,7 @@ class Restart:
     reason: str
     message: str
     by_force: bool = False
-    """Whether to remove the pod without waiting for its node. This does not use restart budget."""
+    """Whether to remove the pod without waiting for its node, which costs no restart budget."""
     grace_s: int | None = None
     """Grace period of the deletion in seconds, or None for the pod's own, which lets it drain."""
 
@@ -337,7 +337,7 @@ def _at(text: str) -> datetime:
 def restarts_status(
     history: Iterable[RestartEvent], restarts: Sequence[Restart], now: datetime
 ) -> list[dict[str, str]]:
-    """Return the section `status.healing.restarts` of a service.
+    """Return a service's `status.healing.restarts` section.
 
     The status is written before a pod is deleted, so that no restart goes uncounted.
     """
@@ -350,7 +350,7 @@ def restarts_status(
 
 
 def deferred_problems(deferred: Iterable[Restart]) -> list[PodProblem]:
-    """Return a problem for each deferred restart, for the condition Degraded."""
+    """Return a problem for each deferred restart, for the Degraded condition."""
     return [PodProblem(each.pod.name, each.reason, each.message, blocks=False) for each in deferred]
 
 

@@ -1,4 +1,4 @@
-"""Decides the number of engines of each pool. Pure.
+"""Decides how many engines each pool should have. Pure.
 
     decide_replicas(policy, history, load, current, now) -> ScalingDecision, ScalingHistory
 
@@ -23,7 +23,7 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.policy.pool_load import LATE_WINDOW_S, PoolLoad
 
 TOLERANCE = 0.1
-"""Relative deviation of the load from its target that leaves the number of engines unchanged."""
+"""Relative deviation from the target load within which the number of engines stays unchanged."""
 STRAIN_KEPT_S = 3600.0
 """Seconds without late requests after which a lowered target utilisation is raised by `EASING`."""
 EASING = 1.05
@@ -38,7 +38,7 @@ At an even lower utilisation, adding engines does not make requests faster.
 LATE_SHARE = 0.05
 """Fraction of late responses that the objective allows, because it is a 95th percentile."""
 MIN_ANSWERS = 20
-"""Minimum number of responses for a meaningful fraction of late ones."""
+"""Minimum number of responses for which the fraction of late responses is meaningful."""
 QUEUE_SETTLE_S = 15.0
 """Seconds for which the queue time is ignored after engines have become ready."""
 Object = Mapping[str, Any]
@@ -46,7 +46,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ReplicasAt:
-    """A number of engines, or a change of it, and the time at which it was suggested or made."""
+    """A suggested number of engines, or a change to the number, with the time of either."""
 
     at: float
     replicas: int
@@ -69,9 +69,9 @@ class ScalingHistory:
     """
 
     highs: tuple[ReplicasAt, ...] = ()
-    """Suggestions in the window that exceed all later ones. The first is its maximum."""
+    """Suggestions in the window higher than all later ones. The first is the window's maximum."""
     lows: tuple[ReplicasAt, ...] = ()
-    """Suggestions in the window that are below all later ones. The first is its minimum."""
+    """Suggestions in the window lower than all later ones. The first is the window's minimum."""
     changes: tuple[ReplicasAt, ...] = ()
     """Recent changes to the number of engines, as differences."""
     strain: Strain | None = None
@@ -81,7 +81,7 @@ class ScalingHistory:
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """The decided number of engines and its reason."""
+    """The chosen number of engines, and the reason for it."""
 
     replicas: int
     reason: str
@@ -92,7 +92,7 @@ class ScalingDecision:
 def decide_replicas(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
 ) -> tuple[ScalingDecision, ScalingHistory]:
-    """Decide the number of engines of a pool.
+    """Decide how many engines a pool should have.
 
     Args:
         policy: the pool's autoscaling.
@@ -183,7 +183,7 @@ def is_strained(
 def _with_strain(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
 ) -> ScalingHistory:
-    """Return the history, updated with the time of full readiness and the current strain."""
+    """Return the history with `full_since` and the lowered target utilisation updated."""
     if not history.highs:
         history = replace(history, highs=(ReplicasAt(now, current),))
     since = history.full_since if history.full_since is not None else now
@@ -224,7 +224,7 @@ def _window(
 def _stabilised(
     policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
 ) -> int:
-    """Limit a change to what every suggestion within the stabilisation window agrees with."""
+    """Limit a change to the most cautious suggestion within the stabilisation window."""
     if desired > current:
         return max(current, min(m.replicas for m in history.lows))
     return min(current, max(m.replicas for m in history.highs))
@@ -263,7 +263,7 @@ def _changed(
 def _explained(
     policy: AutoscalingSpec, demand: ScalingDecision, limited: int, current: int
 ) -> ScalingDecision:
-    """Return the decision, after clamping the number of engines to the pool's bounds."""
+    """Clamp the number of engines to the pool's bounds, and return the decision with its reason."""
     allowed = _bounded(policy, limited)
     if allowed != limited:
         limits = f"{policy.min_replicas} to {policy.max_replicas} engines are allowed"

@@ -3,9 +3,9 @@
 All limits are relative to the stable engines over the same period, so a problem that affects all
 engines does not fail a canary.
 
-A limit counts as exceeded only if the observed count is too unlikely for a canary that is just
-within the limit, i.e. its probability is below `SIGNIFICANCE`. This is the false-alarm rate of a
-single test. It is small, because a canary is tested repeatedly.
+A limit counts as exceeded only if a canary that is just within the limit would produce the observed
+count with a probability below `SIGNIFICANCE`. This is the false-alarm rate of a single test. It is
+small, because a canary is tested repeatedly.
 """
 
 import math
@@ -27,7 +27,7 @@ PERCENTILE = 0.95
 MIN_TIMES = 20
 """Minimum number of responses, for the canary and stable engines each, to compare latencies."""
 NO_TRAFFIC = "NoTraffic"
-"""Reason of an analysis for a step without requests. Later steps would get none either."""
+"""Reason that an analysis gives for a step without requests. Later steps would get none either."""
 METRIC = "ullage_router_trial"
 _PREFIXES = (METRIC, f"# HELP {METRIC}", f"# TYPE {METRIC}")
 

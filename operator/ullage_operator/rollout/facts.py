@@ -1,4 +1,4 @@
-"""Derives from observations the facts that decide how a rollout advances. Pure."""
+"""Turns observations into the facts that decide how a rollout advances. Pure."""
 
 import dataclasses
 import hashlib
@@ -53,7 +53,7 @@ _IN_A_MESH = "the sidecars of a mesh must not intercept it, so set the chart's v
 
 
 def places_of(service: Service, progress: RolloutProgress, pools: Iterable[str]) -> dict[str, int]:
-    """Return, by pool, the number of stable engines that a canary replaces."""
+    """Return the number of stable engines that a canary replaces, by pool."""
     rollout = service.spec.rollout
     sizes = {name: service.spec.pools[name].replicas for name in pools if name in progress.replaces}
     return {
@@ -158,7 +158,7 @@ def rollout_facts(
 def _is_of_many(
     service: Service, observation: RolloutObservation, target: Release, release: Release
 ) -> bool:
-    """Return whether a change affects many services: a new default image, or an edited base."""
+    """Return whether a change (a new default image or an edited base) affects many services."""
     is_of_a_base = bool(service.spec.base_refs) and not observation.is_edited
     is_of_the_operator = not service.spec.image and has_other_image_only(target, release)
     return is_of_a_base or is_of_the_operator
@@ -169,9 +169,9 @@ def outdated_pools(
 ) -> tuple[str, ...]:
     """Return the pools whose pod template changed because of an operator upgrade, not an edit.
 
-    Pools are excluded if the edited fields are shared by stable engines and the canary. Routers
-    apply such edits immediately, so engines must not wait for the rollout queue. Other edits of a
-    service that is waiting do not make it jump the queue.
+    A pool is excluded if an edit changed fields that its stable engines and its canary share.
+    Routers apply such edits immediately, so engines must not wait for the rollout queue either.
+    Other edits of a waiting service do not let it skip the queue.
     """
     edit_hash = shared_hash(service)
     is_changed = bool(changed_pools(release_of(service, settings), state.release))
@@ -230,7 +230,7 @@ def analysis_of(
 
 
 def unmeasured(unanswered: Sequence[str]) -> str:
-    """Return the message for the case that no router has reported counts: the cause and the fix."""
+    """Explain why no router has reported request counts, with the fix."""
     message = "no router has reported what it counted"
     if not unanswered:
         return message

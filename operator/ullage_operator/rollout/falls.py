@@ -24,9 +24,9 @@ class EngineReport:
     restarts: int
     """Number of container restarts of the pod."""
     epoch: int = 0
-    """Epoch of the engine's server that `workers_lost` refers to (0 before the first report)."""
+    """Number that identifies one run of the engine's server (0 before the first report)."""
     workers_lost: int = 0
-    """Number of workers that the server has lost in this epoch."""
+    """Number of workers that the server has lost during the run `epoch`."""
     is_fresh: bool = True
     """Whether the engine's last report is recent enough to use."""
     trouble: str = ""
@@ -35,7 +35,7 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class FallCount:
-    """Number of crashes of one pod during a trial, and the pod's counters at the last report."""
+    """One pod's number of crashes during a trial, and its counters at the last report."""
 
     is_canary: bool
     restarts: int = 0
@@ -49,7 +49,7 @@ Falls = Mapping[str, FallCount]
 
 
 def counted(before: Falls, canary: Iterable[EngineReport], stable: Iterable[EngineReport]) -> Falls:
-    """Return the crash counts, updated from the current reports of engines.
+    """Return the crash counts, updated from the engines' current reports.
 
     A canary's pod exists only for its trial, so all of its crashes count. A stable pod's crashes
     count from its first report in the trial on.

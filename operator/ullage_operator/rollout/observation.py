@@ -44,14 +44,14 @@ class RolloutObservation:
     problem: str = ""
     """Problem of the canary's pods (empty without one)."""
     is_stuck: bool = False
-    """Whether waiting cannot solve the problem of the canary's pods."""
+    """Whether the problem of the canary's pods will not resolve by itself."""
     roomless_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which a canary's pods have been unschedulable, by pool.
 
     Only pools where stopping a stable engine would free enough resources are included.
     """
     fetching: Mapping[str, str] = field(default_factory=dict)
-    """Reason why the first engines of a pool wait for their model to be downloaded, by pool."""
+    """Why a pool's first engines are waiting for their model to be downloaded, by pool."""
     engines: Sequence[EngineReport] = ()
     """Restarts and worker losses of the canary's and the stable engines."""
 

@@ -38,7 +38,7 @@ from ullage_operator.rollout.transport import are_mixed, speak_both
 Manifest = dict[str, Any]
 
 LOOK_AGAIN_S = 10.0
-"""Seconds between two plans while a rollout is in progress."""
+"""Seconds between plans while a rollout is in progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class RolloutPlan:
     canary: Service
     """The service with the release of the canary."""
     pools: tuple[str, ...]
-    """Pools that have a canary now."""
+    """Pools that currently have a canary."""
     weight: int
     """Percentage of requests that the canary gets."""
     held: tuple[str, ...] = ()
-    """Pools whose stable engines stay as they are, although this operator's template differs."""
+    """Pools whose stable engines stay as they are, even though this operator's template differs."""
     places: Mapping[str, int] = field(default_factory=dict)
     """Number of stable engines that the canary replaces, by pool."""
     has_mixed_engines: bool = False
@@ -118,7 +118,7 @@ def plan_rollout(
 def _held_progress(
     service: Service, observation: RolloutObservation, target: Release
 ) -> RolloutProgress | None:
-    """Return a progress that keeps everything unchanged if needed state is lost, or else None."""
+    """Return progress that keeps all engines unchanged if required state is lost, or else None."""
     revision = revision_of(target)
     if not observation.is_state_readable:
         return unreadable(revision, observation.now)

@@ -1,4 +1,4 @@
-"""The release of engines: the part of a spec that determines their pods, as plain data. Pure.
+"""Engine releases: the part of a spec that determines engine pods, as plain data. Pure.
 
 A release contains the resolved image and every section of the spec that engine pods depend on. The
 operator merges the stable engines' release over the current spec. All other fields of the spec
@@ -54,7 +54,7 @@ SAME_ANSWERS = ("batching", "limits", ENGINE_TLS)
 """Sections that affect the speed, number and transport of responses, but not their content."""
 SECRET_NAME = "secretName"
 _SIZES = ("engine", "model", "device", "memory")
-"""Sections that determine the default CPU and memory requests of engines."""
+"""Sections that determine engines' default CPU and memory requests."""
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 _MERGED_BELOW = ("tiers", "host", "remote", "file")
 """Sections whose fields are defined by the API. All other maps have user-defined keys."""
@@ -98,7 +98,7 @@ def shared_hash(service: Service) -> str:
 
 
 def _security(context: SecurityContext) -> list[int | None]:
-    """Return the user and groups of pods (empty if all of them are the default)."""
+    """Return the user and groups of pods (empty if all are defaults)."""
     chosen = [context.run_as_user, context.run_as_group, context.fs_group]
     return [] if chosen == [USER] * len(chosen) else chosen
 
@@ -142,7 +142,7 @@ def is_same(target: Release, release: Mapping[str, Any]) -> bool:
 
 
 def changed_pools(target: Release, release: Release) -> list[str]:
-    """Return the pools whose engines differ, or all pools if a section shared by all differs."""
+    """Return the pools whose engines differ, or all pools if a shared section differs."""
     if any(target[name] != release[name] for name in SECTIONS):
         return list(target["pools"])
     return [name for name, own in target["pools"].items() if own != release["pools"][name]]

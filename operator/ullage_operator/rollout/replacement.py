@@ -60,7 +60,7 @@ def _ordinal(pod: Pod) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RouterRoll:
-    """The decision whether to apply a new pod template to a service's routers."""
+    """The decision on whether to apply a new pod template to a service's routers."""
 
     objects: tuple[Manifest, ...]
     """The router's objects to apply."""
@@ -123,7 +123,7 @@ def _annotated(item: Manifest, more: Mapping[str, str]) -> Manifest:
 
 
 def _kept(item: Manifest, live: Mapping[Any, Mapping[str, Any]]) -> Manifest:
-    """Return the routers' live ConfigMap, in which only the rollout file is replaced.
+    """Return the routers' live ConfigMap with only the rollout file replaced.
 
     Running routers reload the rollout file whenever it changes.
     """

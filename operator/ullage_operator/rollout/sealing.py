@@ -46,7 +46,7 @@ def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
 
 
 def sealed_widely(release: Mapping[str, Any]) -> Release:
-    """Return a release with hashes for everything in its pools that looks like a variable.
+    """Return a release, hashing whatever in its pools looks like an environment variable.
 
     Older operators sealed every object that looks like an environment variable, whatever the name
     of its list. Releases can only be compared with theirs if both are sealed this way.

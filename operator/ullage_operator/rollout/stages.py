@@ -24,27 +24,27 @@ A worker restart makes its engine briefly unready. This must not let the next re
 trial.
 """
 WAITING = "NoStableEngine"
-"""Reason of a rollout that waits to see whether the stable engines recover."""
+"""Status reason while a rollout waits to see whether the stable engines recover."""
 _NEWER_WAITS = "NewerWaits"
 _NOTHING = "no rollout is in progress"
 QUEUED = "RolloutQueued"
-"""Reason of a rollout that is queued behind the rollouts of other services."""
+"""Status reason while a rollout is queued behind the rollouts of other services."""
 PROMOTED = "Promoted"
 ROUTERS_FIRST = "RoutersFirst"
-"""Reason of a rollout that waits until routers can connect to engines of both revisions."""
+"""Status reason while a rollout waits until routers can connect to engines of both revisions."""
 MODEL_FETCHING = "ModelFetching"
-"""Reason of a rollout that waits until a Job has downloaded the model to its shared claim."""
+"""Status reason while a rollout waits for a Job to download the model into its shared claim."""
 PAUSED = "Paused"
 ROLLING_OUT = "RollingOut"
 _BEGINNING = (WAITING, QUEUED, PAUSED, ROUTERS_FIRST, MODEL_FETCHING)
-"""Reasons of a stable service whose rollout has not started yet."""
+"""Status reasons of a stable service whose next rollout has not started yet."""
 _OTHER_PODS = "the operator's template of engine pods has changed"
 RENEWALS = {
     ROLLING_OUT: _OTHER_PODS,
     PAUSED: f"{_OTHER_PODS}: waits until the rollout is no longer paused",
     QUEUED: f"{_OTHER_PODS}: waits until fewer services are being rolled out",
 }
-"""Messages by reason, while stable engines are replaced because of an operator upgrade."""
+"""Status messages by reason, while an operator upgrade replaces the stable engines' pods."""
 
 
 class RolloutStage(StrEnum):
@@ -77,7 +77,7 @@ class RolloutFacts:
     is_serving: bool
     """Whether a stable engine is ready. Without one, there is nothing to compare a canary with."""
     is_bridged: bool = False
-    """Whether engines of a promoted canary are ready and serve until the stable ones take over."""
+    """Whether a promoted canary has ready engines, which serve until the stable ones take over."""
     linger: timedelta = timedelta(0)
     """Time for which a promoted canary is kept after the stable engines are ready.
 
@@ -103,9 +103,9 @@ class RolloutFacts:
     problem: str = ""
     """Reason why the canary is not ready."""
     is_stuck: bool = False
-    """Whether waiting cannot solve the canary's problem, for example a missing image."""
+    """Whether the canary's problem will not resolve by itself, for example a missing image."""
     like_stable: tuple[str, ...] = ()
-    """Pools whose target engines request the same resources as the stable ones."""
+    """Pools whose engines request the same resources in the target and the stable revision."""
     is_outdated: bool = False
     """Whether an operator upgrade, and not an edit, changed the stable engines' pod template."""
     may_renew: bool = True

@@ -61,7 +61,7 @@ class RolloutState:
         return other if other and self.tried == target else revision_of(target)
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
-        """Return the state after a rollout decision about the release that the spec describes."""
+        """Return the state with new progress and the releases to which that progress refers."""
         revision = self.revision(target)
         other = _other(progress)
         releases = {_other(self.progress): self.tried, revision: target}
@@ -164,7 +164,7 @@ def dump(state: RolloutState) -> str:
 
 
 def unreadable(target: str, now: datetime) -> RolloutProgress:
-    """Return a progress that leaves engines unchanged, for unreadable ConfigMaps."""
+    """Return progress that leaves engines unchanged, because a ConfigMap cannot be read."""
     message = (
         "the state of the rollout cannot be read: engines stay unchanged until the operator may "
         "list and watch ConfigMaps"
@@ -177,7 +177,7 @@ def unreadable(target: str, now: datetime) -> RolloutProgress:
 def missing(
     name: str, live: Mapping[str, Mapping[str, Any]], target: str, annotation: str, now: datetime
 ) -> RolloutProgress | None:
-    """Return a progress that leaves engines unchanged, for a service whose state was lost.
+    """Return progress that leaves engines unchanged, for a service whose state was lost.
 
     The result is None if the engines already run the revision that the spec requests.
 

@@ -19,7 +19,7 @@ def rollout_condition(plan: RolloutPlan) -> Condition:
 
 
 def rollout_status(service: Service, plan: RolloutPlan) -> Manifest:
-    """Return the section `status.rollout` of a service."""
+    """Return a service's `status.rollout` section."""
     progress = plan.progress
     is_paused = progress.is_held or progress.reason == PAUSED
     is_renewing = progress.renewal == ROLLING_OUT
