@@ -22,11 +22,11 @@ HELP = """examples:
 """
 
 COMMANDS = (up, top, trace, profile, plan, quantize, key, upgrade_manifest)
-"""Modules of the subcommands, in the order in which the help lists them."""
+"""Subcommand modules, in the order in which the help lists them."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line. Each subcommand stores its function as `run`."""
+    """Return the command-line parser. Each subcommand stores its entry function as `run`."""
     parser = argparse.ArgumentParser(
         prog="ullage",
         description="Language models that never run out of GPU memory.",
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status, which is 2 for an error that the user can fix.
 
     Args:
-        arguments: the command line without the program's name (None for this process's own).
+        arguments: command-line arguments without the program's name (None for those of this
+            process).
     """
     options = make_parser().parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Reads manifests of services and of their bases, and upgrades manifests from version 0.1.0."""
+"""Reads service manifests and their bases, and upgrades manifests from version 0.1.0."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,11 +17,11 @@ from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.spec import Service
 
 BASE_HELP = "manifest of an LLMServiceBase that the service names (repeat for several)"
-"""Help text of the option --base, which several commands share."""
+"""Help text of the `--base` option, shared by several commands."""
 
 
 def read_service(path: Path, base_paths: Sequence[Path] = ()) -> Service:
-    """Return the service of a manifest.
+    """Return the service that a manifest defines.
 
     Args:
         path: file with one LLMService.
@@ -51,7 +51,7 @@ def overruled(path: Path, base_paths: Sequence[Path]) -> list[str]:
 
 
 def read_bases(paths: Sequence[Path]) -> Bases:
-    """Return the LLMServiceBases in several manifest files.
+    """Return all LLMServiceBases from the given manifest files.
 
     Raises:
         LocalFailure: one line for each problem, each starting with the file's name.

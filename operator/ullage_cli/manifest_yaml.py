@@ -1,8 +1,8 @@
-"""Reads YAML the way `kubectl apply` does: as JSON in which no key occurs twice.
+"""Reads YAML the way `kubectl apply` does: as JSON without duplicate keys.
 
-Dates and keys become text, and values that JSON cannot represent are rejected. The file's length,
-its nesting depth and the expansion of its anchors are limited, because a one-kilobyte file can
-expand to terabytes.
+Dates and keys are converted to text, and values that JSON cannot represent are rejected. The file's
+length, its nesting depth and the expansion of its anchors are limited, because a one-kilobyte file
+can expand to terabytes.
 """
 
 import math
@@ -19,7 +19,7 @@ from ullage_operator.api.schema import join
 MAX_BYTES = 1 << 20
 """Maximum size of a file in bytes, below the 1.5 MiB at which etcd rejects an object."""
 MAX_NODES = 100_000
-"""Maximum number of values in a document. Each use of an alias counts all values it expands to."""
+"""Maximum number of values in a document. An alias counts as all values that it expands to."""
 MAX_DEPTH = 100
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
@@ -30,13 +30,13 @@ _INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
 
 _MAX_NUMBER = 64
-"""Maximum length of a number. The parsing time is quadratic in the number's length."""
+"""Maximum length of a number in characters, because parsing takes quadratic time."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Matches one half of a UTF-16 surrogate pair, which UTF-8 cannot encode."""
 
 
 def read_documents(path: Path) -> list[Any]:
-    """Return the documents of a YAML file, without empty documents.
+    """Return the non-empty documents in a YAML file.
 
     Raises:
         LocalFailure: the file cannot be read, or is not YAML that an API server would accept.
@@ -93,7 +93,7 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that accepts only JSON values and rejects duplicate keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return the next node. Raise an error if nodes are too many or nested too deeply."""
+        """Return the next node. Reject documents with too many nodes or too much nesting."""
         self.depth: int = getattr(self, "depth", 0) + 1
         self.num_nodes: int = getattr(self, "num_nodes", 0) + 1
         if self.depth > MAX_DEPTH:
@@ -108,7 +108,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check_scalar(self, node: yaml.ScalarNode) -> None:
-        """Reject overlong numbers, and tags that do not fit their text, such as `!!bool x`."""
+        """Reject overlong numbers, and tags that do not match their value, such as `!!bool x`."""
         if node.tag in (_INT, _FLOAT) and len(node.value) > _MAX_NUMBER:
             text = f"a number of {len(node.value)} characters; write text in quotes"
             raise yaml.composer.ComposerError(None, None, text, node.start_mark)
@@ -120,7 +120,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, text, node.start_mark)
 
     def _refusal(self, text: str) -> yaml.YAMLError:
-        """Return a YAML error located at the parser's next event."""
+        """Return a YAML error that points at the parser's current position."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         return yaml.composer.ComposerError(None, None, text, mark)
 
@@ -136,7 +136,7 @@ class _Loader(yaml.SafeLoader):
 
         Args:
             node: the node to count.
-            sizes: counts of the nodes that were already visited, by the node's `id()`.
+            sizes: counts of nodes that were already visited, keyed by `id()`.
             within: the `id()` of each node that contains this node.
         """
         if id(node) in sizes:

@@ -50,7 +50,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the planned objects, and print notes about them to standard error."""
+    """Print the planned objects, with notes about them on standard error."""
     service = read_service(options.file, options.base)
     # Objects of optional kinds are printed as if the cluster served their kinds.
     serves = frozenset((HTTP_ROUTE, ROUTER_SCALER, *(MONITORING if options.pod_monitors else ())))

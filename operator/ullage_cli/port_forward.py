@@ -11,9 +11,9 @@ FORWARD_TIMEOUT_S = 20.0
 
 
 class PortForward:
-    """A running `kubectl port-forward`, which is restarted if it has exited.
+    """A `kubectl port-forward` process that is restarted if it exits.
 
-    For example, it exits when its pod is replaced.
+    For example, kubectl exits when the target pod is replaced.
 
     Args:
         namespace: namespace of the target.

@@ -1,4 +1,4 @@
-"""`ullage profile` records the next steps of a running engine as a trace for Perfetto."""
+"""`ullage profile` records a running engine's next steps as a Perfetto trace."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ from ullage_operator.api.errors import LocalFailure
 MAX_STEPS = 1000
 """Maximum number of steps in a profile. The engine enforces this limit."""
 MAX_SECONDS = 300
-"""Maximum number of seconds to wait for the steps. The engine enforces this limit."""
+"""Maximum number of seconds to wait for the steps to run. The engine enforces this limit."""
 
 NOT_SERVED = (
     "the engine serves no profiles at that port, because clients reach it (tickets.required) or "
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     """Record a profile, and write it to the chosen file.
 
     Raises:
-        LocalFailure: there is no such engine, the engine serves no profiles, or the file cannot be
+        LocalFailure: the engine does not exist or does not serve profiles, or the file cannot be
             written.
     """
     request = admin_pb2.ProfileRequest(

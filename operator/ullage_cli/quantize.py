@@ -8,7 +8,7 @@ import sys
 from ullage_operator.api.errors import LocalFailure
 
 MODULE = "ullage_engine.quantize.convert"
-"""Module of the engine's tool. It runs as a process, because the CLI does not import the engine."""
+"""Module of the engine's tool. It runs in its own process, as the CLI never imports the engine."""
 
 EXPECTED_STATUSES = (0, 2, 130, 143)
 """Exit statuses to pass through: success, an error that the tool printed, SIGINT and SIGTERM."""
@@ -59,7 +59,7 @@ def quantize(command: list[str]) -> int:
 
 
 def _run_to_end(command: list[str]) -> int:
-    """Run a command and wait until it has cleaned up, even if this process gets SIGTERM."""
+    """Run a command, and wait until it has cleaned up even if this process receives SIGTERM."""
     with subprocess.Popen(command) as process:
         previous = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
         try:

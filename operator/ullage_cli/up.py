@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _run_directory(chosen: Path | None) -> Iterator[Path]:
-    """Yield the chosen folder, which is kept, or a new one that is removed at the end."""
+    """Yield the chosen folder, or a temporary one that is removed on exit."""
     if chosen is not None:
         try:
             chosen.mkdir(parents=True, exist_ok=True)
@@ -226,11 +226,11 @@ async def _scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> 
 async def _first_of(
     failed: "asyncio.Future[None]", ready: "asyncio.Task[None] | None", stop: asyncio.Event
 ) -> None:
-    """Wait until a pod has failed, all pods are ready, or `stop` is set.
+    """Wait until a pod fails, all pods are ready, or `stop` is set.
 
     Args:
         failed: future that fails if a pod fails for good.
-        ready: task that ends when all pods are ready, or None to wait only for the other two.
+        ready: task that finishes when all pods are ready, or None not to wait for readiness.
         stop: event that a signal sets.
 
     Raises:
@@ -251,7 +251,7 @@ class StartView:
     """Shows the startup progress of every pod until all pods are ready.
 
     Args:
-        names: names of the pods that start.
+        names: names of the pods that are starting.
         console: the console to print on.
     """
 

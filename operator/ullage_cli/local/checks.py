@@ -61,7 +61,7 @@ def _check_model_image(service: Service) -> None:
 
 
 def _check_cascade(service: Service) -> None:
-    """Reject cascade steps that name a Service, because only a cluster's DNS resolves that name."""
+    """Reject cascade steps that target a Service, because its name resolves only in cluster DNS."""
     cascade = service.spec.cascade
     names = [step.service for step in cascade.steps if step.service] if cascade else []
     if names:
@@ -93,8 +93,8 @@ def _check_pod_template(section: str, own: str, template: Mapping[str, Any]) -> 
     """Reject extra containers, volumes, and environment variables that reference other objects.
 
     Args:
-        section: path of the section that has the template, for example spec.router.
-        own: name of Ullage's own container.
+        section: path of the section that contains the template, for example spec.router.
+        own: name of the container that Ullage itself defines.
         template: the section's `podTemplate`.
     """
     pod = template.get("spec", {})

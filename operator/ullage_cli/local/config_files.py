@@ -14,10 +14,10 @@ from ullage_operator.api.spec import Service
 from ullage_operator.manifests.config_files import adapters_file, to_yaml
 
 ADAPTERS_DIR = "adapters"
-"""Folder for the adapters file. Pod names end in numbers, so no pod's folder has this name."""
+"""Folder for the adapters file. No pod's folder has this name, because pod names end in numbers."""
 
 LISTENERS = {"http": "http", "grpc": "grpc", "metrics": "metrics", "probe": "probes"}
-"""Maps a container port's name to the section of the router's configuration for that port."""
+"""Maps a container port's name to the router's configuration section for that port."""
 
 Document = dict[str, Any]
 """A parsed configuration file."""
@@ -26,7 +26,7 @@ Document = dict[str, Any]
 def pod_files(
     objects: Sequence[Manifest], run_dir: Path, ports: PodPorts, cores: Mapping[str, Document]
 ) -> list[File]:
-    """Return the configuration files of all pods, with a separate folder for each pod.
+    """Return all pods' configuration files, each placed in its pod's own folder.
 
     Args:
         objects: the operator's plan, with a memory budget for every engine.
@@ -151,7 +151,10 @@ def _local_router(
 
 
 def _addresses(services: Iterable[str], targets: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the addresses of all engines behind the given Services (each as NAME:PORT)."""
+    """Return the addresses of all engines behind the given Services.
+
+    Each Service is given as NAME:PORT.
+    """
     return [address for service in services for address in targets[service.split(":")[0]]]
 
 

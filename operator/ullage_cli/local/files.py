@@ -10,7 +10,7 @@ from ullage_operator.api.errors import LocalFailure
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One configuration file of one pod."""
+    """A pod's configuration file."""
 
     path: Path
     text: str

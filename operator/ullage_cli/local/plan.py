@@ -65,7 +65,7 @@ def plan_local(
     has_vllm: bool = False,
     kept: contextlib.ExitStack | None = None,
 ) -> LocalPlan:
-    """Return the processes and files of a service on this machine.
+    """Plan the processes and files with which to run a service on this machine.
 
     Args:
         service: the service to run.
@@ -75,12 +75,12 @@ def plan_local(
         log_level: log level for a service that does not set its own level.
         secrets: folder with one subfolder for every Secret that the service names.
         has_vllm: whether vLLM is installed on this machine.
-        kept: exit stack that reserves the pods' ports until the stack is closed.
+        kept: exit stack that keeps the pods' ports reserved until it is closed.
 
     Raises:
         LocalFailure: a port is taken, no pool requests an engine, or the path of `run_dir` is too
-            long for sockets. Or the service needs an engine, another service or a Secret that this
-            machine does not have.
+            long for sockets. Also raised if the service needs an engine, another service or a
+            Secret that this machine lacks.
     """
     check_service(service, has_vllm)
     observed = Observed(now=datetime.now(UTC))
@@ -169,7 +169,7 @@ def _check_engines(pods: Iterable[Pod]) -> None:
 
 
 def _check_socket_paths(pods: Iterable[Pod], run_dir: Path) -> None:
-    """Raise an error if a folder's path is too long for the sockets of engines."""
+    """Raise an error if a folder's path is too long for the engines' sockets."""
     for pod in pods:
         length = len(str(run_dir / pod.name).encode()) + len(SOCKET_NAME)
         if length > MAX_SOCKET_PATH:

@@ -34,7 +34,7 @@ class Pod:
 def make_pods(
     objects: Sequence[Manifest], run_dir: Path, ports: PodPorts, secrets: Path | None = None
 ) -> list[Pod]:
-    """Return every pod of a plan as a process.
+    """Convert all of a plan's pods to local processes.
 
     Args:
         objects: the operator's plan.
@@ -43,7 +43,7 @@ def make_pods(
         secrets: folder with one subfolder per Secret.
 
     Raises:
-        LocalFailure: an environment variable needs a Secret whose folder or key is missing.
+        LocalFailure: an environment variable refers to a Secret whose folder or key is missing.
     """
     return [
         _make_pod(workload, name, run_dir, ports[name], secrets)

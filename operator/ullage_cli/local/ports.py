@@ -23,8 +23,8 @@ def assign_ports(
     Args:
         objects: the operator's plan.
         fixed: ports that the user chose, by workload and container port (0 for any free port).
-        kept: exit stack that holds the reservations until the stack is closed. Without a stack, the
-            ports are released before this function returns.
+        kept: exit stack that holds the reservations until it is closed. Without one, the ports are
+            released before this function returns.
 
     Raises:
         LocalFailure: a fixed port is used twice or cannot be bound. The message names the flags.
@@ -58,7 +58,7 @@ def _check_distinct(fixed: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def _reserve(port: int, name: str, reserved: contextlib.ExitStack) -> int:
-    """Bind a port, so that the kernel does not assign it to another program that asks for any port.
+    """Bind a port, so that the kernel does not hand it out as an ephemeral port.
 
     The pod's server can still bind the port, because this socket does not listen and both sockets
     set SO_REUSEADDR.

@@ -21,7 +21,7 @@ def is_secret_variable(variable: Manifest) -> bool:
 def secret_env(variables: Iterable[Manifest], secrets: Path | None) -> dict[str, str]:
     """Return the environment variables that take their values from Secrets.
 
-    Without a folder of Secrets, the result is empty and processes inherit the environment of
+    If no folder of Secrets is given, the result is empty, and processes inherit the environment of
     `ullage up`.
 
     Raises:

@@ -1,7 +1,7 @@
 """Divides this machine's memory and cores among the engines.
 
-In a cluster, each engine is bounded by its container's limits. On this machine, every engine would
-otherwise use all memory and cores.
+In a cluster, each engine is confined by its container's limits. On this machine, every engine would
+otherwise try to use all memory and cores.
 """
 
 import os
@@ -17,7 +17,7 @@ from ullage_operator.api import naming
 from ullage_operator.manifests.config_files import to_yaml
 
 MIN_OWN_CORES = 2
-"""Minimum number of physical cores per worker for giving each engine its own cores.
+"""Minimum number of physical cores per worker at which each engine gets dedicated cores.
 
 With fewer cores per worker, dedicated cores would leave most of the machine idle whenever only one
 engine is busy.
@@ -30,8 +30,8 @@ EngineConfigs = Mapping[str, Mapping[str, Any]]
 def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
     """Return the plan's objects with a memory budget for every worker.
 
-    Workers without `deviceBytes` split the machine's usable memory equally, after the budgets of
-    the other workers and the requested host tiers are subtracted.
+    Workers without `deviceBytes` split the machine's usable memory equally, after subtracting the
+    other workers' budgets and the requested host tiers.
     """
     engines: dict[str, dict[str, Any]] = {
         item["metadata"]["name"]: yaml.safe_load(item["data"][naming.ENGINE_CONFIG])
@@ -89,8 +89,8 @@ def share_cores(
 
     A single engine gets all cores. Several engines get dedicated cores, in proportion to their
     workers, if there are at least MIN_OWN_CORES per worker. Otherwise all engines share all cores,
-    and threads that wait for one another sleep instead of spinning. Every engine of an autoscaled
-    pool counts, even if it is not running.
+    and threads that wait for one another sleep instead of spinning. All engines of an autoscaled
+    pool are counted, even those that are not running.
 
     Args:
         objects: the operator's plan.

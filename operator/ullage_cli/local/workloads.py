@@ -6,7 +6,7 @@ from typing import Any
 WORKLOAD_KINDS = ("Deployment", "StatefulSet")
 
 Manifest = Mapping[str, Any]
-"""A Kubernetes object as plain data."""
+"""A Kubernetes object as nested dicts and lists."""
 
 
 def workloads(objects: Iterable[Manifest]) -> list[Manifest]:
@@ -15,7 +15,7 @@ def workloads(objects: Iterable[Manifest]) -> list[Manifest]:
 
 
 def pod_names(workload: Manifest) -> list[str]:
-    """Return the names of a workload's pods, which are numbered as in a StatefulSet."""
+    """Return the names of a workload's pods, which are numbered like those of a StatefulSet."""
     name = workload["metadata"]["name"]
     return [f"{name}-{index}" for index in range(workload["spec"]["replicas"])]
 

@@ -23,7 +23,7 @@ STEADY_S = 60.0
 MAX_FAILURES = 5
 """Number of consecutive exits after which the pod fails for good.
 
-A run that was ready for STEADY_S resets the count.
+If the process stays ready for STEADY_S, the count is reset.
 """
 
 READ_BYTES = 1 << 16
@@ -39,7 +39,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class PodFailed(LocalFailure):
-    """Raised if restarting a pod cannot help. The message is the pod's last error."""
+    """Raised if restarting a pod would not help. The message is the pod's last error."""
 
 
 class PodProcess:
@@ -48,7 +48,7 @@ class PodProcess:
     Args:
         pod: the pod to run.
         log_path: file to which the output of every run is appended.
-        on_progress: called with a short text whenever the pod's progress changes.
+        on_progress: called with a short description whenever the pod's progress changes.
     """
 
     def __init__(self, pod: Pod, log_path: Path, on_progress: Callable[[str], None]) -> None:
@@ -71,8 +71,8 @@ class PodProcess:
         """Run the process and restart it whenever it exits, until `stop` is called.
 
         Raises:
-            PodFailed: the process exited too often in a row, or with a status that no restart can
-                fix.
+            PodFailed: the process exited too many times in a row, or with a status that a restart
+                cannot fix.
         """
         failures = 0
         while not self._stopping.is_set():
@@ -153,8 +153,8 @@ class PodProcess:
     def _was_steady(self) -> bool:
         """Return whether the exited process had been ready for at least STEADY_S.
 
-        Startup time does not count, because a long startup does not mean that the next one will
-        succeed.
+        Startup time does not count, because a long startup says nothing about whether the next one
+        will succeed.
         """
         ready_since = self.ready_since
         return ready_since is not None and time.monotonic() - ready_since > STEADY_S
@@ -204,7 +204,7 @@ def tail(path: Path) -> str:
 
 
 class LogLine(msgspec.Struct):
-    """The fields of a JSON log line that show progress."""
+    """The fields of a JSON log line that report progress."""
 
     stage: str = ""
     done_bytes: int = 0
@@ -212,7 +212,7 @@ class LogLine(msgspec.Struct):
 
 
 def progress_of(line: str) -> str:
-    """Return the stage and percentage that a JSON log line reports (empty if it has none)."""
+    """Return the stage and percentage from a JSON log line (empty if it reports no progress)."""
     if not line.startswith("{"):
         return ""
     with contextlib.suppress(msgspec.MsgspecError):

@@ -16,7 +16,7 @@ PROBE_TIMEOUT_S = 2.0
 
 
 async def wait_ready(pod: Pod) -> None:
-    """Wait without a timeout until the pod passes its readiness probe.
+    """Wait until the pod passes its readiness probe, however long that takes.
 
     As in Kubernetes, a pod without a probe is ready when it starts. Pods without ports have no
     probe.

@@ -1,6 +1,6 @@
 """Runs the pods of a plan as processes, and stops all of them when the service stops.
 
-Pools are scaled from the same load reports, and by the same decisions, as in a cluster.
+Pools are scaled with the same load reports and the same decision logic as in a cluster.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 
 END_TIMEOUT_S = 20.0
-"""Seconds to wait for all processes to exit after they were told to stop."""
+"""Seconds to wait for all processes to exit once they have been told to stop."""
 
 OnProgress = Callable[[str, str], None]
 """Called with a pod's name and its progress."""
@@ -29,7 +29,7 @@ class LocalRuntime:
     """Runs all processes of one service.
 
     Args:
-        pods: all pods that may run.
+        pods: all pods that may run, including those that autoscaling may start later.
         run_dir: folder of the pods' logs.
         on_progress: called with the name and progress of each pod.
         sizes: initial number of running pods, by pool. A pool without an entry runs all its pods.
@@ -139,7 +139,7 @@ class LocalRuntime:
 
 
 def is_among(pods: Sequence[Pod], pod: Pod, sizes: Mapping[str, int]) -> bool:
-    """Return whether a pod runs while its pool has the given size.
+    """Return whether a pod should be running, given the current sizes of the pools.
 
     A pool of size 2, for example, runs its first two pods. The result is always True for routers
     and for pods of pools without a size.

@@ -1,6 +1,6 @@
-"""Writes and reads state.json, which has the addresses and process ids of a running service.
+"""Writes and reads state.json, which records the addresses and process ids of a running service.
 
-Scripts read this file, and so do the commands that look for a service on this machine.
+The file is read by scripts, and by commands that look for a service on this machine.
 """
 
 import json
@@ -73,7 +73,7 @@ def running_folders() -> list[Path]:
     """Return the run directory of every `ullage up` that runs without --run-dir, newest first.
 
     Raises:
-        LocalFailure: no such `ullage up` runs.
+        LocalFailure: no such `ullage up` is running.
     """
     states = Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*/{STATE_FILE}")
     folders = [path.parent for path in sorted(states, key=_modified, reverse=True)]

@@ -1,4 +1,4 @@
-"""The command `ullage top`, which samples a router at a fixed interval and shows each frame."""
+"""The command `ullage top`, which polls a router and redraws its view at a fixed interval."""
 
 import argparse
 import contextlib
@@ -110,7 +110,7 @@ def _router_url(options: argparse.Namespace, stack: contextlib.ExitStack) -> Cal
 
 
 def _watch(router: "RouterPages", options: argparse.Namespace) -> None:
-    """Show frames until interrupted: in place on a terminal, otherwise one below the other.
+    """Show frames until interrupted, redrawing in place if the output is a terminal.
 
     Raises:
         LocalFailure: the first request to the router fails. Later failures are only shown.
@@ -153,13 +153,13 @@ def _frames(router: "RouterPages", interval_s: float) -> Iterator[tuple[Frame | 
 
 
 class RouterPages:
-    """Client of a router's `/stats` and `/metrics`.
+    """HTTP client for a router's `/stats` and `/metrics`.
 
-    The connection stays open, so the same router answers all requests.
+    The connection stays open, so that the same router process answers all requests.
 
     Args:
         url: returns the router's URL. It is called before every sample.
-        key: API key of a tenant (empty if none is needed).
+        key: a tenant's API key (empty if none is needed).
     """
 
     def __init__(self, url: Callable[[], str], key: str) -> None:
@@ -177,7 +177,7 @@ class RouterPages:
         """Fetch `/stats` and `/metrics` as one sample.
 
         Raises:
-            LocalFailure: the router does not answer, or is not a router of Ullage.
+            LocalFailure: the router does not answer, or is not an Ullage router.
         """
         url = self._url()
         stats = self._page(f"{url}/stats")

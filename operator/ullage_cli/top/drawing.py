@@ -11,7 +11,7 @@ from ullage_cli.top.frame import EngineRow, Frame, LatestRow, total_headroom
 BAR_CELLS = 20
 """Width of a KV pool's bar in characters."""
 PLAIN_WIDTH = 140
-"""Width of the output without a terminal, in characters."""
+"""Width of the output in characters if it does not go to a terminal."""
 MAX_DECISIONS = 8
 MAX_LATEST = 12
 
@@ -23,15 +23,15 @@ ACTION_STYLES = {
     "reject": "bold red",
 }
 PARTS = (("used", "blue"), ("committed", "bright_blue"), ("reclaimable", "green"))
-"""Parts of a KV pool that a bar shows, and their colours."""
+"""Uses of KV memory that a bar distinguishes, with their colours."""
 BLOCKS = "█▓▒░"
-"""Characters of a bar: one for each part in PARTS, then one for free bytes."""
+"""Characters of a bar: one for each use of memory in PARTS, then one for free memory."""
 LETTERS = "#=+."
-"""Characters of a bar on terminals without block characters."""
+"""ASCII replacements for BLOCKS, for terminals that cannot print block characters."""
 
 
 def make_console() -> Console:
-    """Return a console as wide as the terminal, or as PLAIN_WIDTH without one."""
+    """Return a console as wide as the terminal, or PLAIN_WIDTH wide without a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
@@ -46,7 +46,7 @@ def draw(frame: Frame, problem: str, with_blocks: bool) -> Group:
 
     Args:
         frame: the latest frame.
-        problem: why there is no newer frame (empty if this one is new).
+        problem: reason why no newer frame is available (empty if the frame is current).
         with_blocks: whether the terminal can show block characters.
     """
     lines: list[Text | Table] = [_headline(frame)]
@@ -113,7 +113,7 @@ def _engines_table(frame: Frame, with_blocks: bool) -> Table:
 
 
 def bar(engine: EngineRow, cells: str) -> Text:
-    """Draw a KV pool as a bar, in which every part that is not empty gets at least one cell."""
+    """Draw a KV pool as a bar, with at least one character for every nonzero use of memory."""
     sizes = (engine.used_bytes, engine.committed_bytes, engine.reclaimable_bytes)
     text = Text()
     num_free = BAR_CELLS

@@ -88,7 +88,7 @@ class LatestRow(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """All values that the display shows at one moment."""
+    """All values in one refresh of the display."""
 
     model: str
     ready: bool
@@ -96,7 +96,7 @@ class Frame(msgspec.Struct, frozen=True):
     tokens_per_s: float
     """Decode speed of all running sequences on all engines."""
     answered_tokens_per_s: float
-    """Output tokens of finished answers, per second."""
+    """Output tokens per second, counting only finished answers."""
     refused_per_s: float
     inflight: int
     queue_requests: int
@@ -105,17 +105,19 @@ class Frame(msgspec.Struct, frozen=True):
     queue_oldest_s: float
     """Longest current wait in the queue, in seconds."""
     retry_after_s: tuple[int, int] | None
-    """Smallest and largest Retry-After of the latest requests in seconds (None without refusals).
+    """Smallest and largest Retry-After among the latest requests, in seconds.
+
+    None if none of these requests was refused with a Retry-After.
     """
     engines: tuple[EngineRow, ...]
     decisions: tuple[DecisionRow, ...]
-    """Decisions in order of frequency, most frequent first."""
+    """Routing decisions, most frequent first."""
     latest: tuple[LatestRow, ...]
     """Latest finished requests, newest first."""
 
 
 def read_metrics(text: str) -> dict[tuple[str, ...], float]:
-    """Parse Prometheus's text format into `Sample.totals`."""
+    """Parse metrics in Prometheus text format into the form of `Sample.totals`."""
     totals: dict[tuple[str, ...], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         if family.type not in ("counter", "gauge"):

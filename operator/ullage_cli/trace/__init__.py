@@ -1,4 +1,5 @@
-"""`ullage trace` prints the steps of one request, from the logs of all processes that handled it.
+"""`ullage trace` prints a request's history from the logs of all processes that handled it.
 
-The package reads log lines from files and `kubectl logs`. It sends no requests to processes.
+The package reads log lines from files and `kubectl logs`. It never contacts the processes
+themselves.
 """

@@ -1,4 +1,4 @@
-"""The command `ullage trace`, which reads logs and prints the steps of a request."""
+"""The command `ullage trace`, which reads logs and prints a request's history."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the request's steps.
+    """Print the events of the request in chronological order.
 
     Raises:
         LocalFailure: no log mentions the request, or the logs cannot be read.
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _render(request_id: str, steps: list[TraceStep]) -> Iterator[str]:
-    """Yield the lines of the text output for a request's steps."""
+    """Format a request's steps as text, and yield it line by line."""
     first = steps[0].at
     yield f"request {request_id}, {first.isoformat(timespec='milliseconds')}"
 

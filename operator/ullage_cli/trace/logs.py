@@ -1,4 +1,4 @@
-"""Reads the logs of pods, from files in a folder or from a cluster with kubectl."""
+"""Reads pod logs, either from files in a folder or from a cluster with kubectl."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from ullage_operator.api.errors import LocalFailure
 PART_OF = "app.kubernetes.io/part-of=ullage"
 """Label selector that matches all of Ullage's pods."""
 INSTANCE = "app.kubernetes.io/instance"
-"""Name of the label whose value is the name of a pod's LLMService."""
+"""Label that holds the name of a pod's LLMService."""
 KUBECTL_S = 60.0
 """Timeout of one kubectl command, in seconds."""
 READERS = 8
@@ -22,7 +22,7 @@ READERS = 8
 
 
 class Log(NamedTuple):
-    """Log lines of one pod's processes."""
+    """The log lines of all processes in one pod."""
 
     pod: str
     lines: Iterable[str]

@@ -1,4 +1,4 @@
-"""Extracts the steps of one request from log lines, and sorts them by time."""
+"""Extracts one request's events (the steps of its trace) from log lines, and sorts them by time."""
 
 import json
 from collections import defaultdict, deque
@@ -35,7 +35,7 @@ _ORDER = (
     ("engine", "finished"),
     ("router", "finished"),
 )
-"""Order of events with the same timestamp, because log lines have only millisecond precision."""
+"""Order in which to show events of the same millisecond, which is the precision of log lines."""
 _PLACES = {key: place for place, key in enumerate(_ORDER)}
 
 _HIDDEN = frozenset({"time", "level", "logger", "message", "request_id", "event", "process"})
@@ -78,10 +78,10 @@ class TraceStep(NamedTuple):
 
 
 def steps_of(request_id: str, logs: Iterable[Log]) -> list[TraceStep]:
-    """Return the steps of a request in chronological order.
+    """Return a request's steps, from the logs of all pods, in chronological order.
 
-    The router's final log line about a request contains a timeline. Earlier lines from that router
-    are skipped if the timeline already covers their events.
+    The router's final log line about a request contains a timeline. That router's earlier lines are
+    skipped if the timeline already covers their events.
     """
     steps: list[TraceStep] = []
     for log in logs:
@@ -100,7 +100,7 @@ def _merged(steps: list[TraceStep]) -> Iterator[TraceStep]:
 
     A router's timeline is more precise than log lines, which have only millisecond precision. A
     cause in the timeline can therefore appear to be later than its effect in a log. In that case,
-    the effect is given the time of the cause, so that times never decrease.
+    the effect is assigned the time of its cause, so that times never decrease.
     """
     waiting: dict[tuple[str, str], deque[TraceStep]] = defaultdict(deque)
     for step in sorted(steps, key=lambda step: step.at):
