@@ -161,7 +161,7 @@ def predict(
     expected_output: int,
     samples: int = 1,
 ) -> Demand:
-    """Predict the memory for a prompt and for each sample's expected output."""
+    """Predict how much memory a request needs for its prompt and each sample's expected output."""
     tokens = prompt_tokens + charged_output(max_tokens, expected_output)
     blocks = request_blocks(profile, prompt_tokens, tokens, samples)
     return Demand(tokens, blocks * profile.block_bytes)
@@ -200,9 +200,10 @@ def sample_blocks(
     Args:
         prompt_tokens: number of tokens computed by prefill (0 if the prompt is already computed).
             None if prefill may compute all tokens, as after preemption.
-        shared_tokens: number of leading tokens whose full blocks belong to the leader.
-        leads: whether this sample is the leader. The leader is charged one more block: the original
-            of the block in which samples diverge, until the last sample has copied it.
+        shared_tokens: number of leading tokens whose full blocks are shared with another sample of
+            the prompt, the leader, and charged to it.
+        leads: whether this sample is the leader. The leader is charged one extra block: the
+            original of the block in which samples diverge, until the last sample has copied it.
     """
     size = profile.block_tokens
     if profile.is_plain:
@@ -244,7 +245,7 @@ def _most_held(
 def most_tokens(
     profile: MemoryProfile, available: int, prompt_tokens: int | None = None, samples: int = 1
 ) -> int:
-    """Return the length of the longest sequence whose predicted bytes are at most `available`.
+    """Return the length of the longest sequence that is predicted to fit in `available` bytes.
 
     Args:
         available: available memory in bytes.

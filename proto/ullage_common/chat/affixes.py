@@ -27,18 +27,25 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Affixes:
-    """The token ids that belong before and after every raw text."""
+    """The token ids that a tokenizer adds before and after every raw text."""
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
 
     def around(self, ids: list[int]) -> list[int]:
-        """Return a text's token ids with any missing affixes added."""
+        """Return a text's token ids with the tokenizer's prefix and suffix tokens added.
+
+        These are tokens such as BOS and EOS. A prefix or suffix that is already present is not
+        added again.
+        """
         prefix, suffix = self.missing(ids)
         return [*prefix, *ids, *suffix] if prefix or suffix else ids
 
     def missing(self, ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the prefix tokens and the suffix tokens that a text's token ids lack."""
+        """Return the prefix and suffix tokens that must be added to a text's token ids.
+
+        Each of the two is empty if the text already has it.
+        """
         prefix = () if tuple(ids[: len(self.prefix)]) == self.prefix else self.prefix
         end = len(ids) - len(self.suffix)
         has_suffix = end >= 0 and tuple(ids[end:]) == self.suffix

@@ -22,7 +22,7 @@ import markupsafe
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7e]")
 _FEW = 8
-"""Up to this many characters, successive `replace` calls are faster than `translate`."""
+"""Maximum number of characters for which repeated `replace` calls are faster than `translate`."""
 
 
 class Marks:
@@ -53,7 +53,7 @@ class Marks:
         return text
 
     def clear(self, text: str) -> str:
-        """Restore the original characters of the marks in a text."""
+        """Replace the marks in a text with the original characters."""
         if len(self._pairs) > _FEW:
             return text.translate(self._cleared)
         for character, mark in self._pairs:
@@ -61,7 +61,7 @@ class Marks:
         return text
 
     def clear_all(self, text: str) -> str:
-        """Restore the original characters of all marks in a text, including those in `others`."""
+        """Replace all marks, including those in `others`, with the original characters."""
         text = self.clear(text)
         return self.others.clear(text) if self.others else text
 
@@ -118,7 +118,7 @@ class ClientText(str):
         return ClientText(text, self._marks)
 
     def _changed(self, text: str) -> "ClientText":
-        """Mark the result of changing the original text, and return it as `ClientText`."""
+        """Mark a modified version of the original text, and wrap it as `ClientText`."""
         return ClientText(self._marks.mark(text) if self._marks else text, self._marks)
 
     def _slice(self, start: int, end: int | None) -> "ClientText":
@@ -306,7 +306,7 @@ def _plains(value: Any) -> Any:
 
 
 def joined(parts: Iterable[str]) -> str:
-    """Join texts. The result is a `ClientText` if one of the texts is a `ClientText`."""
+    """Join texts into one, which is a `ClientText` if any of them is."""
     listed = list(parts)
     return _of("".join(listed), listed)
 
@@ -325,7 +325,7 @@ def formatted(form: str, values: Any) -> str:
 
 
 def _of(text: str, parts: Iterable[Any]) -> str:
-    """Return a text as `ClientText` if it was made from at least one `ClientText`."""
+    """Wrap a text as `ClientText` if any of the parts it was made from is a `ClientText`."""
     for part in parts:
         if type(part) is ClientText:
             return ClientText(text, part.marks)

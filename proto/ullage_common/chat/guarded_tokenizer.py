@@ -1,4 +1,7 @@
-"""A tokenizer that never encodes ordinary text as a guarded special token."""
+"""A tokenizer that never encodes ordinary text as a guarded token.
+
+Guarded tokens are special tokens that client text must never produce, such as the end of a turn.
+"""
 
 import secrets
 from collections.abc import Collection, Iterable
@@ -9,7 +12,7 @@ from ullage_common.chat.token_finder import SpecialTokenError, TokenPiece, finde
 
 _FIRST_ALIAS = 0x100000
 _LAST_ALIAS = 0x10FFFD
-"""Aliases consist of characters up to this one: the last Unicode plane's private-use area."""
+"""Last code point used in aliases, at the end of Unicode's last private-use area."""
 _ALIAS_CHARACTERS = 5
 """Number of characters in an alias: 80 random bits, which no client can guess."""
 
@@ -19,8 +22,8 @@ class GuardedTokenizer:
 
     Guarded tokens are special tokens that client text must never produce. The copy has the same
     vocabulary, but a text that merely spells a guarded token is encoded as ordinary tokens. Only a
-    `TokenPiece` with `is_token` set becomes the guarded token's id. It splits the text around it as
-    the token does in the original tokenizer. The copy is safe to use from several threads.
+    `TokenPiece` with `is_token` set becomes the guarded token's id. As in the original tokenizer,
+    the token splits the text around it. The copy is safe to use from several threads.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -48,10 +51,10 @@ class GuardedTokenizer:
         """Maps the added tokens' ids in this copy to their ids in the model."""
         self._cut_id = self._tokenizer.token_to_id(self._cut)
         self._forbidden = frozenset(vocabulary[text] for text in guarded if text in vocabulary)
-        """Ids of guarded tokens in the base vocabulary, which plain text could thus produce."""
+        """Ids of guarded tokens in the base vocabulary, which even plain text could produce."""
 
     def spell(self, pieces: Iterable[TokenPiece]) -> str:
-        """Join pieces into a text for `encode`, replacing guarded tokens with their aliases."""
+        """Join a prompt's pieces into a text for `encode`, with aliases for guarded tokens."""
         return "".join(
             self._aliases.get(piece.text, piece.text) if piece.is_token else piece.text
             for piece in pieces

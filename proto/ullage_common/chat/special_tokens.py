@@ -9,7 +9,7 @@ A tokenizer has three kinds of added tokens:
   special. Models write tags in answers, which clients send back.
 * All other added tokens, such as runs of blanks, are ordinary words.
 
-Client text never becomes a control. It becomes a tag only in turns of the assistant and the system.
+Client text never becomes a control. It becomes a tag only in assistant and system turns.
 """
 
 import re
@@ -26,7 +26,7 @@ from ullage_common.chat.tool_formats import Turn
 
 _MARKS = range(0xE000, 0xF900)
 _MORE_MARKS = range(0xF0000, 0xFFFFE)
-"""Code points for marks if `_MARKS` has too few. They make strings use four bytes per character."""
+"""Code points for marks if `_MARKS` is too small. They make a string use four bytes a character."""
 
 
 _BARRED = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
@@ -54,7 +54,7 @@ class ClearMarks:
 
     guard: "SpecialTokenGuard"
     own: Marks
-    """Marks used in text of the assistant and the system."""
+    """Marks used in the text of assistant and system turns."""
 
     def pieces(self, text: str) -> Iterator[TokenPiece]:
         """Split a rendered text at the template's special tokens, and restore marked characters."""
@@ -75,7 +75,7 @@ class ClearMarks:
 
 @dataclass(frozen=True, slots=True)
 class MarkedRequest:
-    """A request with marked texts, and the object that restores the characters after rendering."""
+    """A request whose texts are marked, and the object that undoes the marking after rendering."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]]
@@ -113,7 +113,7 @@ class SpecialTokenGuard:
             or any(key.isalnum() for key in self._keys)
             or not _keeps_out(tokenizer.normalizer, self._keys)
         )
-        """Whether text without any key character might form a guarded token, too.
+        """Whether even text without a key character might form a guarded token.
 
         If so, every request is marked. Otherwise only requests with a key character are.
         """
@@ -129,7 +129,9 @@ class SpecialTokenGuard:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> MarkedRequest | None:
-        """Mark a request's texts, or return None if they cannot form a guarded token.
+        """Replace risky characters in a request's texts with marks (see `client_text`).
+
+        Return None if the texts cannot form a guarded token, so that nothing needs to be replaced.
 
         Raises:
             SpecialTokenError: the texts contain too many private-use characters, so that too few
@@ -149,7 +151,7 @@ class SpecialTokenGuard:
         )
 
     def _marks(self, texts: Iterable[str]) -> tuple[Marks, Marks]:
-        """Return two sets of marks: for the assistant and the system, and for all other text."""
+        """Return two sets of marks: for assistant and system turns, and for all other text."""
         taken = set[str]()
         for text in texts:
             if not text.isascii():
@@ -178,7 +180,10 @@ class SpecialTokenGuard:
 def _kinds(
     tokenizer: Tokenizer, literals: Collection[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the texts of a tokenizer's controls and tags (see this module's docstring)."""
+    """Return the texts of a tokenizer's control tokens and of its tag tokens.
+
+    The module's docstring defines both classes of tokens.
+    """
     controls = set[str]()
     tags = set[str]()
     for token in tokenizer.get_added_tokens_decoder().values():
@@ -193,9 +198,9 @@ def _kinds(
 
 
 def _hitting_set(texts: Collection[str]) -> frozenset[str]:
-    """Return a small set of characters such that every text has one (greedy hitting set).
+    """Return a small set of characters such that every text contains at least one of them.
 
-    Rare punctuation is preferred over letters.
+    The algorithm computes a greedy hitting set, and prefers rare punctuation over letters.
     """
     chosen = set[str]()
     unhit = set(texts)
@@ -219,8 +224,8 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
     """Return whether client text and adjacent template text could together form a guarded token.
 
     For example, a template writes `<|` and the client's text continues with `user|>`. This can
-    happen if a text of the template is, begins with or ends with a fragment of a guarded token, and
-    the fragment contains a key character.
+    happen if one of the template's texts equals, begins with or ends with a fragment of a guarded
+    token, and the fragment contains one of the key characters.
     """
 
     def has_key(part: str) -> bool:
@@ -257,7 +262,7 @@ def _with_cases(characters: Collection[str]) -> set[str]:
 
 
 def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
-    """Return whether a normalizer never introduces a key character that the text did not have."""
+    """Return whether a normalizer never adds any of these characters to a text that lacks them."""
     if normalizer is None:
         return True
     if isinstance(normalizer, normalizers.Sequence):
@@ -275,7 +280,7 @@ def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
 
 
 def _composes(key: str) -> bool:
-    """Return whether NFC maps another character to this key character, such as U+037E to `;`."""
+    """Return whether NFC turns another character into this one, as it turns U+037E into `;`."""
     others = (chr(code_point) for code_point in _SINGLETONS if chr(code_point) != key)
     return any(key in unicodedata.normalize("NFC", other) for other in others)
 

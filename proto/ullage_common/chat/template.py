@@ -168,7 +168,8 @@ class ChatTemplate:
     def _samples(self) -> Iterator[str]:
         """Yield the prompts of short sample conversations.
 
-        These prompts reveal texts that the template puts together, such as `'<|' + role + '|>'`.
+        These prompts reveal texts that the template assembles from parts, such as `'<|' + role +
+        '|>'`.
         """
         for turns, tools in _TALKS:
             with contextlib.suppress(ChatTemplateError):  # it may refuse an order of roles
@@ -192,7 +193,7 @@ class _Compiled:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether the template renders tools."""
+        """Whether the template renders tool definitions."""
         return "tools" in self.names
 
 
@@ -278,7 +279,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Dictionaries:
-    """The `dict` that templates can call, which hides the attributes of Python's type."""
+    """A stand-in for `dict` in templates, which hides the attributes of Python's own type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -346,7 +347,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Render plain JSON, because Jinja's own filter escapes HTML, which no model was trained on."""
+    """Render plain JSON. Jinja's own filter escapes HTML, and no model was trained on that."""
     dump = functools.partial(
         json.dumps,
         ensure_ascii=False,

@@ -18,9 +18,9 @@ def read_arguments(
 
     Args:
         text: a JSON object (empty for no variables).
-        field: name of the request's field, for error messages.
-        drops_others: whether to drop variables that the template does not read, instead of
-            raising an error.
+        field: name of the request field, used in error messages.
+        drops_others: whether to drop variables that the template does not read, instead of raising
+            an error.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, the text is not a JSON object, or it sets a variable that

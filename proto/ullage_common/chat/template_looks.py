@@ -1,7 +1,9 @@
 """Finds the words that a chat template searches for in the text of messages.
 
-A template takes the same branches for any two texts that contain these words and are longer than
-the largest number in its source. A short text can therefore stand in for a long one.
+A template can branch on whether a text contains certain words. It can also compare the text's
+length with a number in its own source, or truncate the text at that length. It therefore takes the
+same branches for any two texts that contain these words and are longer than the largest of these
+numbers. This allows a short text to stand in for a long one.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ _SEEKING = frozenset(
 _WRITING = frozenset({"d", "default", "format", "indent", "join", "tojson"})
 """Methods and filters that only output their arguments, or use them for formatting."""
 _COUNTING = frozenset({"truncate", "wordcount", "wordwrap", "random"})
-"""Filters whose results depend on the whole text."""
+"""Filters whose results depend on the entire text, so that no shorter text can replace it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,10 @@ class Looks:
     words: frozenset[str] = frozenset()
     """Words that the template may search for within a text."""
     size: int = 0
-    """The largest number in the template's source. The template may cut a text at this length."""
+    """Largest number in the template's source.
+
+    The template may truncate a text at this length, or compare the text's length with it.
+    """
     is_known: bool = True
     """Whether a short text can stand in for a long one.
 
@@ -117,7 +122,7 @@ def _looks_closely(parsed: nodes.Template) -> bool:
 
 
 def _is_short(node: nodes.Node) -> bool:
-    """Return whether a node is one character or white space, which may occur often in any text."""
+    """Return whether a node is one character or white space, which almost any text contains."""
     if not isinstance(node, nodes.Const) or not isinstance(node.value, str):
         return False
     return len(node.value) == 1 or node.value.isspace()

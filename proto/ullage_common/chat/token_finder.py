@@ -1,4 +1,4 @@
-"""Finds the special tokens that a text spells."""
+"""Finds the special tokens that are spelled out in a text."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ _Tree = dict[str, "_Tree"]
 
 
 class SpecialTokenError(Exception):
-    """Raised if a text cannot be kept from becoming a special token. The message is one line."""
+    """Raised if text cannot be prevented from becoming a special token. The message is one line."""
 
 
 class TokenPiece(NamedTuple):
@@ -20,7 +20,7 @@ class TokenPiece(NamedTuple):
 
 
 def finder(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a regular expression that matches the longest of the texts at each position.
+    """Return a regular expression that matches the longest of the given texts at each position.
 
     The expression encodes a trie, in which each character leaves only one branch to try. Searching
     for a thousand texts is therefore no slower than searching for one.

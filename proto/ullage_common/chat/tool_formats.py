@@ -18,7 +18,8 @@ Turn = dict[str, Any]
 
 A turn has `role` and `content`, both text. It may have `tool_calls` (each {"id", "type":
 "function", "function": {"name", "arguments"}}), `tool_call_id`, `name`, `reasoning_content` and
-`thinking`. The last two have the same text, because templates use both names.
+`thinking`. The last two contain the same text, because some templates use one name and some the
+other.
 """
 
 
@@ -77,8 +78,8 @@ def with_short_ids(turns: Sequence[Turn]) -> list[Turn]:
     """Replace tool call ids with ids of nine letters and digits, as Mistral's templates require.
 
     Ids that already have this form are kept. Others, such as OpenAI's, are replaced by a hash.
-    Equal ids have equal hashes, so results still match their calls, and a later prompt still begins
-    with the earlier one.
+    Equal ids have equal hashes, so results still match their calls, and each prompt of a
+    conversation still begins with the previous one.
     """
     return [_with_short_ids(turn) for turn in turns]
 
@@ -140,7 +141,8 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
     """Pair every turn with the tool results that follow it.
 
-    Only a turn with several tool calls gets results. All other results count as turns.
+    Only turns with several tool calls are paired with results. All other results remain separate
+    turns.
     """
     grouped: list[tuple[Turn, list[Turn]]] = []
     for turn in turns:

@@ -10,7 +10,7 @@ from ullage_common.chat.tool_formats import (
 )
 
 TURN_CHARACTERS = 64
-"""Fixed cost of processing one turn, as the number of characters that take the same time."""
+"""Fixed cost of processing one turn, expressed as an equivalent number of characters."""
 # Newer OpenAI clients use `developer` where templates use `system`.
 _ROLES = {"developer": "system"}
 

@@ -63,7 +63,7 @@ class RequestLimits(Strict, frozen=True, kw_only=True):
 
 class TicketFolder(Strict, frozen=True, kw_only=True):
     keys_dir: Text
-    """Folder with one key per file, the same for routers and engines.
+    """Folder with one signing key per file, shared by routers and engines.
 
     The key whose file name sorts last signs new tickets.
     """
@@ -84,8 +84,8 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     """Format to which the matrices of an unquantised checkpoint are converted.
 
     w8a8 needs a calibration from `ullage quantize`. A quantised checkpoint declares its own format.
-    auto leaves the matrices of the layers unconverted. On x86 CPUs with AVX2, auto computes
-    directly on a GGUF file's quantised blocks.
+    auto leaves the layers' matrices unconverted. On x86 CPUs with AVX2, auto computes directly on a
+    GGUF file's quantised blocks.
     """
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Data type of the KV cache.
@@ -114,7 +114,7 @@ class AdapterSection(Strict, frozen=True, kw_only=True):
 
     name: Text
     source: str
-    """URI of the adapter's folder, in the same forms as a model's URI."""
+    """URI of the adapter's folder, in the same format as a model's URI."""
     rank: Positive
     """Rank of the adapter's matrices, at most `memory.max_lora_rank`."""
 
@@ -231,7 +231,7 @@ class GroupSection(Strict, frozen=True, kw_only=True):
     join_port: Port = 29500
     """Port of the leader to which followers connect.
 
-    If the leader or a follower exits, the other end notices that the connection is closed.
+    If the leader or a follower exits, the other end detects the closed connection.
     """
     vllm_port: Port = 29501
     """Port of the leader for vLLM's rendezvous (`master_port` in vLLM)."""
@@ -249,7 +249,7 @@ def follower_place(index: int, nodes: int) -> tuple[int, int]:
 
 
 class RankGrid(Strict, frozen=True, kw_only=True):
-    """How a model is sharded over the devices of an engine."""
+    """How a model is sharded across an engine's devices."""
 
     tensor: int = 1
     """Number of tensor-parallel ranks, across which each layer is sharded."""
@@ -300,8 +300,8 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
     peers: tuple[Text, ...]
     """Addresses of the other engines, as host:port.
 
-    A host name that resolves to several addresses means several peers. This engine's own address is
-    ignored.
+    A host name that resolves to several addresses stands for several peers. This engine's own
+    address is ignored.
     """
     deadline: SomeSeconds = 1.0
     """Maximum seconds for one transfer of blocks."""
@@ -356,7 +356,7 @@ class TiersSection(HostedTiers, frozen=True, kw_only=True):
 
 
 class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
-    """Limits on the memory for KV and adapters."""
+    """Limits on the memory that KV and adapters may use."""
 
     session_kv_limit: Bytes = 512 << 20
     """Maximum KV bytes of one session, both while its requests run and between requests.
@@ -366,7 +366,7 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     max_kv: Bytes | None = None
     """Maximum KV bytes per device, or None for the default that `kv_limit` returns."""
     adapter_percent: SomePercent = 10.0
-    """Maximum percentage of each device's memory for the slots of LoRA adapters.
+    """Maximum percentage of each device's memory to use for LoRA adapter slots.
 
     The engine allocates as many slots as fit, at most `max_loras` and at least one.
     """
@@ -385,7 +385,7 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     session_idle: Seconds = 300.0
     """Seconds without a request after which a session's KV is evicted before other KV."""
     host_kv: Bytes = 0
-    """Host memory in bytes for swapping out preempted sequences (0 to recompute them instead)."""
+    """Bytes of host memory for swapping out preempted sequences (0 to recompute them instead)."""
 
     @property
     def adapter_share(self) -> float:
@@ -452,7 +452,7 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
 
 class LimitsSection(RequestLimits, frozen=True, kw_only=True):
     step_deadline: Annotated[Seconds, msgspec.Meta(ge=1.0)] = 30.0
-    """Seconds without a finished step after which a worker that has work is restarted."""
+    """Seconds without a finished step after which a worker with pending work is restarted."""
 
 
 class DegradeLevel(Strict, frozen=True, kw_only=True):
@@ -479,7 +479,7 @@ class ThrottlingSection(Strict, frozen=True, kw_only=True):
 
     enabled: bool = True
     power_cap: bool = False
-    """Whether throttling due to the power limit counts like thermal throttling.
+    """Whether throttling at the power limit is treated like thermal throttling.
 
     Many healthy GPUs reach the power limit at full load.
     """
@@ -508,8 +508,8 @@ class DegradeSection(Strict, frozen=True, kw_only=True):
     pressure_levels: tuple[DegradeLevel, ...] = ()
     """Pressure levels, in any order.
 
-    If `below_percent` exceeds the headroom for several levels, the level with the smallest
-    `below_percent` applies.
+    If headroom is below the thresholds of several levels, the one with the smallest `below_percent`
+    applies.
     """
     throttling: ThrottlingSection = ThrottlingSection()
 
@@ -523,7 +523,7 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     """Id of the engine, unique within the service (the pod's name on Kubernetes)."""
     pool: str = "single"
     host: str | None = None
-    """Address to listen on, or None for all addresses of IPv4 and IPv6."""
+    """Address to listen on, or None for all IPv4 and IPv6 addresses."""
     grpc_port: int = 9000
     metrics_port: int = 9090
     probe_port: int | None = None
@@ -553,8 +553,8 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     standby_worker: bool = False
     """Whether to keep a standby worker that replaces a worker that exits.
 
-    The standby worker has already imported its libraries. On a CPU, its memory is part of the
-    memory ledger.
+    The standby worker has already imported its libraries. On a CPU, its memory is accounted for in
+    the memory ledger.
     """
     allow_fault_injection: bool = False
     log_level: LogLevel = "info"
@@ -566,17 +566,18 @@ class TicketsSection(TicketFolder, frozen=True, kw_only=True):
     required: bool = False
     """Whether every request needs a ticket.
 
-    If so, clients can reach the port, so the engine does not serve AdminService on it.
+    If tickets are required, the port is exposed to clients, so the engine does not serve
+    AdminService on it.
     """
 
 
 class ProfilingSection(Strict, frozen=True, kw_only=True):
-    """Settings for profiling of engine steps."""
+    """Settings for profiling engine steps."""
 
     enabled: bool = False
     """Whether AdminService serves profiles to everyone who can reach the port."""
     nvtx: bool = False
-    """Whether to mark steps with NVTX ranges, for Nsight on CUDA devices."""
+    """Whether to mark engine steps with NVTX ranges, for profiling CUDA devices in Nsight."""
 
 
 class EngineConfig(Strict, frozen=True, kw_only=True):
@@ -600,7 +601,7 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     limits: LimitsSection = LimitsSection()
     degrade: DegradeSection = DegradeSection()
     tickets: TicketsSection | None = None
-    """Settings of tickets. With None, the engine ignores tickets and accepts every request."""
+    """Ticket settings. If None, the engine ignores tickets and accepts every request."""
     server: ServerSection = ServerSection()
     profiling: ProfilingSection = ProfilingSection()
     cuda_graphs: bool | None = None
@@ -610,7 +611,7 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     kernels. It is experimental: it has not run on a GPU, and no manifest sets it.
     """
     tracing: TracingSection | None = None
-    """Where to send trace spans of requests, or None for no tracing."""
+    """Where to send request traces, or None for no tracing."""
 
     def __post_init__(self) -> None:
         if problem := name_taken_twice(self.model.name, self.adapters):
@@ -647,16 +648,16 @@ DEFAULT_MAX_LORAS = 8
 
 
 def default_max_loras(asked: int | None, *, has_adapters: bool) -> int:
-    """Return the maximum number of adapters loaded at once: `asked`, or a default for None."""
+    """Return the maximum number of adapters loaded at once: `asked`, or a default if it is None."""
     if asked is not None:
         return asked
     return DEFAULT_MAX_LORAS if has_adapters else 0
 
 
 def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
-    """Return an error text if an adapter's name is already taken (empty if all names are unique).
+    """Return an error text if two adapters have the same name (empty if all names are unique).
 
-    The model's name counts as taken, too.
+    No adapter may have the model's name either.
     """
     taken = {model}
     for place, adapter in enumerate(adapters):
@@ -707,7 +708,7 @@ def choose_engine(
 
     Args:
         on_cuda: whether the device is a CUDA GPU.
-        has_vllm: whether vLLM is installed, or is in the image.
+        has_vllm: whether vLLM is installed, or included in the container image.
         native_refusal: why the native engine does not serve the model (empty if it does).
         vllm_refusal: why vLLM refuses the settings, from `refusal_by_vllm` (empty if vLLM accepts
             them).

@@ -72,9 +72,9 @@ class ConfidenceSection(Strict, frozen=True, kw_only=True):
 
 
 class HeuristicsSection(Strict, frozen=True, kw_only=True):
-    """Signs that a prompt is hard, for example its length or code in it.
+    """Signs that a prompt is hard, such as its length or the presence of code.
 
-    Each sign that a request shows makes it start one step higher in the cascade. 0 or false
+    Each sign found in a request makes the request start one step higher in the cascade. 0 or false
     disables a sign.
     """
 
@@ -86,10 +86,10 @@ class HeuristicsSection(Strict, frozen=True, kw_only=True):
 
 
 class FallbackSection(Strict, frozen=True, kw_only=True):
-    """Load at which low-priority requests receive the first step's answer at any confidence.
+    """Load at which low-priority requests get the first step's answer, whatever its confidence.
 
-    This keeps them off the engines of later steps. Reaching either of the two load limits is
-    enough.
+    This keeps these requests off the engines of later steps. It is enough that one of the two load
+    limits is reached.
     """
 
     pressure_level: Count = 1
@@ -108,7 +108,7 @@ class CascadeSection(Strict, frozen=True, kw_only=True):
     confidence: ConfidenceSection = ConfidenceSection()
     heuristics: HeuristicsSection = HeuristicsSection()
     parallel: bool = False
-    """Whether the next step already runs while the current step's answer is being judged."""
+    """Whether to start the next step while the current step's answer is still being judged."""
     fallback: FallbackSection | None = None
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class CascadeSection(Strict, frozen=True, kw_only=True):
 
 
 class RouterTickets(TicketFolder, frozen=True, kw_only=True):
-    """Settings of tickets, which let clients send requests directly to engines."""
+    """Settings for tickets, which let clients send requests directly to engines."""
 
     ttl: SomeSeconds = 10.0
     """Seconds for which an unused ticket keeps its memory reservation."""
@@ -142,7 +142,7 @@ class RouterTickets(TicketFolder, frozen=True, kw_only=True):
 
 class WakeSection(Strict, frozen=True, kw_only=True):
     max_requests: Count = 256
-    """Maximum number of requests that are held at once while engines start."""
+    """Maximum number of requests to hold at a time while engines start."""
     max_bytes: SomeBytes = 64 << 20
     """Maximum memory in bytes that this process uses for held requests."""
     timeout: SomeSeconds = 300.0
@@ -166,7 +166,7 @@ RetryAfter = Annotated[Seconds, msgspec.Meta(ge=1, le=30)]
 
 class HTTPSection(Strict, frozen=True, kw_only=True):
     host: str | None = None
-    """Address to listen on, or None for all addresses of IPv4 and IPv6."""
+    """Address to listen on, or None for all IPv4 and IPv6 addresses."""
     port: Port = 8000
     """Port of the HTTP server (0 to choose a free port and log it)."""
     public_stats: bool = False
@@ -180,7 +180,7 @@ Origin = Annotated[str, msgspec.Meta(pattern=_ORIGIN, max_length=300)]
 
 
 class CORSSection(Strict, frozen=True, kw_only=True):
-    """Cross-origin access (CORS): the web pages that may use the API from a browser."""
+    """Cross-origin settings (CORS): which web pages may call the API from a browser."""
 
     allowed_origins: Annotated[tuple[Origin, ...], msgspec.Meta(max_length=32)] = ()
     """Allowed origins (`*` for all).
@@ -191,13 +191,13 @@ class CORSSection(Strict, frozen=True, kw_only=True):
 
 class GRPCSection(Strict, frozen=True, kw_only=True):
     host: str | None = None
-    """Address to listen on, or None for all addresses of IPv4 and IPv6."""
+    """Address to listen on, or None for all IPv4 and IPv6 addresses."""
     port: Port = 9000
 
 
 class MetricsSection(Strict, frozen=True, kw_only=True):
     host: str | None = None
-    """Address to listen on, or None for all addresses of IPv4 and IPv6."""
+    """Address to listen on, or None for all IPv4 and IPv6 addresses."""
     port: Port = 9090
 
 
@@ -212,15 +212,15 @@ class ConsoleSection(Strict, frozen=True, kw_only=True):
 
 
 class ProbesSection(Strict, frozen=True, kw_only=True):
-    """Port that serves only grpc.health.v1. It has no TLS, because kubelet probes lack it."""
+    """Port that serves only grpc.health.v1. It has no TLS, as kubelet probes do not support it."""
 
     host: str | None = None
-    """Address to listen on, or None for all addresses of IPv4 and IPv6."""
+    """Address to listen on, or None for all IPv4 and IPv6 addresses."""
     port: Port = 8081
 
 
 PoolRole = Literal["standard", "large", "overflow"]
-"""Requests that a pool serves: ordinary ones, large ones, or those that fit nowhere else."""
+"""Which requests a pool serves: ordinary ones, large ones, or those that fit in no other pool."""
 
 
 class PoolSection(Strict, frozen=True, kw_only=True):
@@ -230,7 +230,8 @@ class PoolSection(Strict, frozen=True, kw_only=True):
     targets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     """Addresses of engines: `name:port`, `ip:port` or `[ip]:port`.
 
-    Every A record of a name is an engine, or every AAAA record if there is no A record.
+    Each A record of a name stands for one engine. AAAA records are used only if there is no A
+    record.
     """
     sleeps: bool = False
     """Whether the pool may scale to zero engines.
@@ -246,11 +247,11 @@ class PoolSection(Strict, frozen=True, kw_only=True):
 class QueueSection(Strict, frozen=True, kw_only=True):
     max_requests: Count = 256
     max_bytes: SomeBytes = 64 << 30
-    """Maximum total of the predicted KV bytes of requests that wait for memory."""
+    """Maximum total of predicted KV bytes over all requests that wait for memory."""
     max_prompt_bytes: SomeBytes = 256 << 20
     """Maximum memory in bytes that this process uses for waiting requests."""
     timeout: SomeSeconds = 10.0
-    """Maximum seconds that one request waits in the queue."""
+    """Maximum seconds for which a request waits in the queue."""
     aging: SomeSeconds = 0.05
     """Seconds of waiting after which a request's effective priority rises by one level."""
     backfill: Count = 16
@@ -277,7 +278,7 @@ class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
     min_percent: SomePercent = 50.0
     """Minimum length of a shrunk output, as a percentage of the requested output."""
     below_expected: bool = False
-    """Whether the output may be shrunk below the length that the engines expect of an answer.
+    """Whether the output may be shrunk below the answer length that the engines predict.
 
     If not, the output of a request without a length limit never shrinks below this length.
     """
@@ -289,7 +290,10 @@ class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
 
 class RouteSection(Strict, frozen=True, kw_only=True):
     pools: tuple[Text, ...] = ()
-    """Other pools to try, in order of preference (empty for all other pools in their order)."""
+    """Other pools to try, in order of preference.
+
+    If this is empty, all other pools are tried in the router's order of preference.
+    """
 
 
 class RejectSection(Strict, frozen=True, kw_only=True):
@@ -305,7 +309,7 @@ class RejectSection(Strict, frozen=True, kw_only=True):
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):
-    """Settings of the ladder's rungs (measures), except for waiting, which `queue` configures."""
+    """Settings for the ladder's rungs (measures), except for waiting, which `queue` configures."""
 
     shrink_context: ShrinkContextSection = ShrinkContextSection()
     shrink_output: ShrinkOutputSection = ShrinkOutputSection()
@@ -321,9 +325,9 @@ class AffinitySection(Strict, frozen=True, kw_only=True):
     max_prefixes: Count = 65536
     """Maximum number of 64-token prompt blocks whose engine is remembered (0 turns this off)."""
     max_extra_load: Count = 8
-    """Maximum number of requests by which the remembered engine may exceed the alternative.
+    """How many more requests the remembered engine may have than the alternative engine.
 
-    If it has even more requests, the alternative engine is chosen, although it lacks the prefix.
+    If the difference is larger, the alternative engine is chosen, although it lacks the prefix.
     """
 
 
@@ -336,7 +340,7 @@ class BreakerSection(Strict, frozen=True, kw_only=True):
     """Seconds for which the breaker first stays open. Every failed probe doubles this pause."""
     max_pause: SomeSeconds = 60.0
     max_ejection_percent: Percent = 50.0
-    """Maximum percentage of a pool's ready engines that are ejected at once (0 for no ejection)."""
+    """Maximum percentage of a pool's ready engines to eject at a time (0 for no ejection)."""
 
     def __post_init__(self) -> None:
         if self.pause > self.max_pause:
@@ -353,9 +357,9 @@ class RetrySection(Strict, frozen=True, kw_only=True):
     """Limits on retrying requests on another engine if they fail before the first token."""
 
     percent: Percent = 20.0
-    """Number of allowed retries, as a percentage of requests."""
+    """Allowed retries, as a percentage of requests."""
     per_second: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    """Retries per second that are allowed in addition to the percentage."""
+    """Retries per second to allow on top of the percentage."""
     burst: Positive = 100
     """Maximum number of unused retries that can accumulate."""
 
@@ -378,7 +382,7 @@ class PrefillSection(Strict, frozen=True, kw_only=True):
     window: Annotated[Seconds, msgspec.Meta(ge=0, le=10)] = 0.006
     """Seconds for which prompts wait so that they can be placed together (0 for no wait)."""
     mlp_products: Count = 8192
-    """Cost of one token outside attention, as a multiple of one query-key dot product's cost."""
+    """Non-attention cost of one token, as a multiple of one query-key dot product's cost."""
 
 
 class CoalesceSection(Strict, frozen=True, kw_only=True):
@@ -412,7 +416,7 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_kv: Annotated[Bytes, msgspec.Meta(ge=1)] = 6000 << 20
     """Predicted KV bytes above which a request goes to the pool with role `large`."""
     ladder: tuple[Rung, ...] = DEFAULT_LADDER
-    """Measures to try in order for a request that does not fit. The last one always rejects it."""
+    """Measures to try, in order, for a request that does not fit. The last one rejects it."""
     rungs: RungsSection = RungsSection()
     queue: QueueSection = QueueSection()
     placement: PlacementSection = PlacementSection()
@@ -430,7 +434,7 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
 
 
 class CleanseSection(Strict, frozen=True, kw_only=True):
-    """Texts to remove from every conversation. System prompts, code and JSON stay unchanged."""
+    """Kinds of text to remove from conversations. System prompts, code and JSON are left as is."""
 
     whitespace: bool = False
     zero_width: bool = False
@@ -453,7 +457,7 @@ class CompressSection(Strict, frozen=True, kw_only=True):
     fact_percent: Percent = 90.0
     """Minimum percentage of the turns' facts that a usable summary must keep."""
     keep_turns: Positive = 4
-    """Number of newest turns that stay unchanged."""
+    """Number of newest turns to leave unchanged."""
 
     @property
     def threshold(self) -> float:
@@ -469,7 +473,7 @@ class CompressSection(Strict, frozen=True, kw_only=True):
 
 
 SpecialTokens = Literal["template", "trusted"]
-"""Special tokens allowed in prompts: only the chat template's, or any that the text spells."""
+"""Special tokens allowed in prompts: only the chat template's, or also those spelled in text."""
 
 
 class PromptsSection(Strict, frozen=True, kw_only=True):
@@ -500,7 +504,7 @@ Anonymous = Literal["allow", "deny"]
 
 
 class TenantRules(Strict, frozen=True, kw_only=True):
-    """Limits of one tenant. A limit that is not set does not apply."""
+    """A tenant's limits. A limit that is not set does not apply."""
 
     enabled: bool = True
     requests_per_minute: Positive | None = None
@@ -535,9 +539,9 @@ class TenantsSection(Strict, frozen=True, kw_only=True):
     anonymous: Anonymous = "deny"
     """Whether requests without a key are served, under the rules of the tenant `anonymous`."""
     protect_stats: bool = False
-    """Whether /stats needs a key, too."""
+    """Whether /stats requires a key as well."""
     share: Share = 1.0
-    """Fraction of every limit that this process may use. Other router processes have the rest."""
+    """Fraction of every limit that this process may use. Other router processes share the rest."""
     defaults: TenantRules = TenantRules()
     """Rules for tenants that have a key but are not listed here."""
     tenants: tuple[NamedTenant, ...] = ()
@@ -603,15 +607,15 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     """Pools in order of preference."""
     http: HTTPSection = HTTPSection()
     cors: CORSSection | None = None
-    """Settings of CORS. With None, only web pages that the router serves may use the API."""
+    """CORS settings. If None, only web pages that the router serves may use the API."""
     grpc: GRPCSection = GRPCSection()
     metrics: MetricsSection = MetricsSection()
     console: ConsoleSection | None = None
-    """Settings of the console, or None to turn it off."""
+    """Console settings, or None to turn off the console."""
     probes: ProbesSection | None = None
     tls: TLSSection = TLSSection()
     tickets: RouterTickets | None = None
-    """Settings of tickets, or None to disable tickets and the `Pick` RPC that issues them."""
+    """Ticket settings, or None to disable tickets and the `Pick` RPC that issues them."""
     routing: RoutingSection = RoutingSection()
     prompts: PromptsSection = PromptsSection()
     limits: RequestLimits = RequestLimits()
@@ -619,13 +623,13 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     memory: MemoryBudget = MemoryBudget()
     slo: SLOSection = SLOSection()
     tenants: TenantsSection | None = None
-    """Settings of tenants. With None, clients need no key and have no limits."""
+    """Tenant settings. If None, clients need no key and have no limits."""
     cascade: CascadeSection | None = None
-    """Settings of the cascade. With None, this service's own engines answer all requests."""
+    """Cascade settings. If None, this service's own engines answer all requests."""
     rollout_file: Text | None = None
     """File that lists the engines of the canary (`canary.RolloutFile`)."""
     tracing: TracingSection | None = None
-    """Where to send trace spans of requests, or None for no tracing."""
+    """Where to send request traces, or None for no tracing."""
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Basics of every process: configuration files, logs, metrics, memory limits and file watching.
+"""Process utilities: configuration files, logs, metrics, memory limits and file watching.
 
 This package depends on neither gRPC messages nor services.
 """

@@ -1,6 +1,6 @@
 """Parses and formats network addresses, reads DNS answers, and opens listening sockets.
 
-A process without a configured address listens on all addresses of IPv4 and IPv6, so the same
+A process without a configured address listens on all IPv4 and IPv6 addresses, so the same
 configuration serves clusters of either family, or of both.
 """
 
@@ -21,8 +21,8 @@ def host_of(host: str | None) -> str:
     """Return the address to listen on.
 
     Args:
-        host: the configured address, or None for all addresses. That is the IPv6 wildcard address
-            if an IPv6 socket also accepts IPv4 connections.
+        host: the configured address, or None for all addresses. If IPv6 sockets also accept IPv4
+            connections, None selects the IPv6 wildcard address.
     """
     if host is not None:
         return host.removeprefix("[").removesuffix("]")
@@ -69,7 +69,7 @@ def is_ip(host: str) -> bool:
 
 
 def by_best_family(records: Iterable[tuple[Any, ...]], port: str) -> set[str]:
-    """Return the addresses of one IP family from a result of getaddrinfo.
+    """Return a getaddrinfo result's addresses from a single IP family, preferring IPv4.
 
     A process may have both an A and an AAAA record. Using both families would count it twice.
 

@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class ConfigError(Exception):
-    """Raised for an unusable configuration. The message names field, value and remedy."""
+    """Raised for an unusable configuration. The message names the field, its value and a remedy."""
 
 
 class Strict(msgspec.Struct, frozen=True, kw_only=True):
     """Base class of all configuration sections: immutable, with checked types and bounds.
 
-    Unknown fields are ignored, because an operator also writes files for older images. Misspelt
+    Unknown fields are ignored, because a newer operator may write files for older images. Misspelt
     fields are refused earlier, when a user applies the LLMService.
     """
 
@@ -56,7 +56,7 @@ def read_file(path: Path, kind: type[Config]) -> Config:
 
 
 def warn_unknown(path: Path, config: Strict) -> None:
-    """Log a warning that lists the fields of a configuration file that were ignored as unknown."""
+    """Log a warning that lists a configuration file's unknown fields, which were ignored."""
     if fields := list(_beyond(_load(path), msgspec.to_builtins(config), "$")):
         log.warning(
             "fields of the configuration that this version does not know",

@@ -1,7 +1,7 @@
 """Detects changes in mounted files by polling once a second.
 
 Kubernetes replaces a mounted Secret by pointing the link `..data` to a new folder. On some file
-systems, inotify misses this change. Polling with a few `stat` calls per second does not.
+systems, inotify misses this change. Polling with a few `stat` calls per second always detects it.
 """
 
 import asyncio

@@ -40,9 +40,9 @@ class LineWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Start over with an empty queue and no thread, as is necessary after a fork.
+        """Reset to an empty queue and no thread, which is necessary after a fork.
 
-        After a fork, the queued lines belong to the parent process.
+        The parent process still writes the lines that were queued before the fork.
         """
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0

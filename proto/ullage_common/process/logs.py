@@ -1,8 +1,8 @@
 """JSON logs, one object per line.
 
 Each line has time, level, logger, message and the fields in `extra`. If `extra` has a mapping under
-the key `MORE_FIELDS`, the mapping's fields are added, too. If there are many fields, this takes
-only a third of the time.
+the key `MORE_FIELDS`, the mapping's fields are added as well. For many fields, this is three times
+as fast as passing each of them in `extra`.
 """
 
 import logging
@@ -60,7 +60,7 @@ class _LeanRecord(logging.LogRecord):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a log record and its extra fields as JSON. Values that JSON lacks use `repr`.
+    """Formats a log record and its extra fields as JSON, using `repr` for unsupported types.
 
     Args:
         fields: fields to add to every line.

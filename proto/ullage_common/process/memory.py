@@ -1,4 +1,4 @@
-"""Memory limits of a process, OOM kills by the kernel, and the release of freed memory."""
+"""Reads a process's memory limits, counts OOM kills, and returns freed memory to the kernel."""
 
 import contextlib
 import ctypes
@@ -11,9 +11,9 @@ _CGROUP_V2 = Path("memory.max")
 _CGROUP_V1 = Path("memory/memory.limit_in_bytes")
 
 RECENT_LOOKS = 20
-"""Number of calls to `OomKills.look` for which a kill counts as recent.
+"""Number of calls to `OomKills.look` during which an OOM kill still counts as recent.
 
-If memory is short, a killed process may take seconds to exit.
+One call is not enough, because a killed process may take seconds to exit when memory is short.
 """
 YOUNG_OBJECTS = 20_000
 """Number of new objects after which the garbage collector scans the young generation.
@@ -37,7 +37,7 @@ def usable_bytes(cgroup_root: Path = CGROUP) -> int:
 
 
 def free_bytes(cgroup_root: Path = CGROUP) -> int:
-    """Return the bytes that this container can still allocate within its limit and free memory."""
+    """Return how many more bytes the container can allocate within its limit and free memory."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -82,7 +82,7 @@ def container_limit(cgroup_root: Path = CGROUP) -> int | None:
 
 
 class OomKills:
-    """Counts the processes that the kernel has OOM-killed in the cgroup of a given process.
+    """Counts the processes that the kernel has OOM-killed in a given process's cgroup.
 
     The kernel counts OOM kills per cgroup. A process's cgroup cannot be looked up after the process
     has exited, so the caller must call `look` regularly.

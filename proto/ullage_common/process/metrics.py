@@ -1,4 +1,4 @@
-"""Classes that declare metrics: name, kind, meaning, labels and buckets.
+"""Classes for declaring metrics: their name, kind, meaning, labels and buckets.
 
 Each process declares its metrics in one module, `metric_names.py`. The process registers these
 metrics, and `scripts/metrics_reference.py` writes docs/reference/metrics.md from the declarations.
@@ -33,14 +33,14 @@ SECONDS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0),
     *(120.0, 300.0),
 )
-"""Bucket bounds in seconds for the routers' time histograms. SLO rules use these bounds, too."""
+"""Bucket bounds in seconds for the routers' time histograms. SLO rules also use these bounds."""
 
 # Without the `_created` gauges of counters and histograms, which Prometheus ignores.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Tally(msgspec.Struct, array_like=True):
-    """The number of histogram observations per bucket. Processes may send tallies to each other."""
+    """Histogram observations, counted per bucket. Processes may send tallies to each other."""
 
     counts: list[int] = []
     """Number of observations in each bucket (empty before the first observation).
@@ -62,7 +62,7 @@ class Tally(msgspec.Struct, array_like=True):
         self.total += value * times
 
     def copy(self) -> "Tally":
-        """Return a copy that later observations do not change."""
+        """Return a copy that is not affected by later observations."""
         return Tally(self.counts.copy(), self.total)
 
     def __add__(self, other: "Tally") -> "Tally":
@@ -75,7 +75,7 @@ class Tally(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class MetricName:
-    """The declaration of a metric. This is the base class for all kinds of metrics."""
+    """The declaration of a metric: the base class for counters, gauges and histograms."""
 
     kind: ClassVar[str]
     name: str
@@ -165,7 +165,7 @@ class AtScrape(Collector):
 
 
 class Counts(dict[str | tuple[str, ...], float]):
-    """A labelled counter for hot code in which Prometheus's own class is too slow.
+    """A labelled counter for hot paths, in which Prometheus's own class is too slow.
 
     The keys are label values. Use `counts[value] += 1`, with a tuple for several labels.
 
@@ -196,7 +196,7 @@ class Counts(dict[str | tuple[str, ...], float]):
 
 
 class Tallies:
-    """A labelled histogram for hot code in which Prometheus's own class is too slow.
+    """A labelled histogram for hot paths, in which Prometheus's own class is too slow.
 
     Args:
         name: declaration of the histogram.
@@ -249,7 +249,7 @@ def _label_text(labels: tuple[tuple[str, str], ...]) -> str:
 
 
 def metric_names(module: object) -> list[MetricName]:
-    """Return all metrics that a module declares, including in dicts and tuples, sorted by name."""
+    """Return a module's metrics sorted by name, including those in its dicts and tuples."""
     names: set[MetricName] = set()
     for value in vars(module).values():
         values: Iterable[object] = value if isinstance(value, dict | tuple) else (value,)

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def known_values(fields: Mapping[str, object]) -> dict[str, Value]:
-    """Return the fields whose values OpenTelemetry accepts as attributes."""
+    """Return only the fields whose values OpenTelemetry accepts as attributes."""
     return {
         name: value
         for name, value in fields.items()
@@ -63,7 +63,7 @@ def known_values(fields: Mapping[str, object]) -> dict[str, Value]:
 
 
 class TracingSection(Strict, frozen=True, kw_only=True):
-    """Settings of the collector that receives spans, and of trace sampling."""
+    """Settings for trace sampling and for the collector that receives the spans."""
 
     endpoint: Text
     """URL of the collector, such as http://collector:4317."""
@@ -128,7 +128,7 @@ class Span:
         self._span.update_name(name)
 
     def set(self, attributes: Mapping[str, Value]) -> None:
-        """Set attributes on the span, and overwrite attributes with the same names."""
+        """Set attributes on the span, overwriting those with the same names."""
         self._span.set_attributes(attributes)
 
     def event(

@@ -13,8 +13,8 @@ and errors are the same either way.
 `PickBatcher` combines the requests to place, and the reports about ended requests, into few `Pick`
 RPCs. Only one RPC is in flight at a time. Requests that arrive meanwhile are sent with the next
 RPC, so batches grow with the load, and a single request does not wait for others. Requests of equal
-size are sent as one entry with a count and share tickets, which is much cheaper for the router than
-placing each request separately.
+size are sent as a single entry with a count, and they share tickets. This is much cheaper for the
+router than placing each request separately.
 """
 
 import asyncio
@@ -252,7 +252,7 @@ def _merged(group: list[_PendingPick]) -> pb.PricedRequest:
 def _places(
     count: int, answers: Iterator[pb.Placed], engines: Sequence[str]
 ) -> Iterator[Pick | None]:
-    """Yield a pick for each of `count` equal requests, or None for a request that was refused.
+    """Yield a pick for each of `count` equal requests, or None for each refused request.
 
     One entry in the router's response may place several requests.
     """
@@ -285,7 +285,7 @@ def _pick(placed: pb.Placed, engines: Sequence[str]) -> Pick | None:
 
 
 def _leave(pending: list[_PendingPick]) -> None:
-    """Make requests fall back to the router's Generate."""
+    """Tell waiting requests to fall back to the router's Generate."""
     for request in pending:
         if not request.placed.done():
             request.placed.set_result(None)
@@ -333,7 +333,7 @@ Stream = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class Client:
-    """A client of one service.
+    """A client for one Ullage service.
 
     Args:
         router: `host:port` of the gRPC API of the service's router.
@@ -500,7 +500,7 @@ class Client:
 
 
 class _Answer:
-    """An answer in progress. If a server fails, another one may continue the answer.
+    """An answer in progress, which another server may continue if the current one fails.
 
     Args:
         request: the caller's request.

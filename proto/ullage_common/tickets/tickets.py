@@ -40,7 +40,7 @@ CACHE_SALT_BYTES = 16
 
 
 def cache_salt(tenant: str, salt: str = "") -> bytes:
-    """Return the cache salt of a tenant, combined with the salt that a request sets, if any.
+    """Return a tenant's cache salt, combined with the salt that a request sets, if any.
 
     Requests share cached KV only if their cache salts are equal.
     """
@@ -52,7 +52,7 @@ def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
     """Combine a tenant's cache salt with the salt that a request sets, if any.
 
     Args:
-        tenant_salt: the cache salt for the tenant's requests without a salt.
+        tenant_salt: the cache salt of the tenant's requests that set no salt themselves.
     """
     if not salt:
         return tenant_salt
@@ -85,7 +85,7 @@ class Claims(NamedTuple):
     samples: int
     priority: int
     uses: int = 1
-    """Number of requests of at most this size that may use the ticket.
+    """Number of requests, each within these limits, that may use the ticket.
 
     Older routers write 0, which means one.
     """
@@ -105,7 +105,7 @@ def engine_tag(engine_id: str) -> bytes:
 
 
 class Signer:
-    """Signs tickets with one key. Preparing the key once saves half of the work per signature."""
+    """Signs tickets with one key. Preparing the key once halves the work per signature."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = hmac.new(key, digestmod="sha256")
@@ -197,7 +197,7 @@ class TicketUses:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._counts: dict[int, tuple[int, float]] = {}
-        """Maps a ticket's id to its number of uses and the Unix time in seconds when they expire.
+        """Maps a ticket's id to its number of uses and its expiry time (in Unix seconds).
 
         Tickets are in the order of their first use.
         """
@@ -213,7 +213,7 @@ class TicketUses:
         return self._counts.get(ticket_id, (0, 0.0))[0]
 
     def add(self, ticket_id: int, until_s: float) -> None:
-        """Count one more use of a ticket. The expiry time from its first use does not change."""
+        """Count one more use of a ticket, and keep the expiry time from its first use."""
         count, until_s = self._counts.get(ticket_id, (0, until_s))
         self._counts[ticket_id] = (count + 1, until_s)
 

@@ -58,9 +58,9 @@ class _Held:
 
 
 class OpenPlaces:
-    """Slots for public RPCs. A new RPC always gets one.
+    """Slots for public RPCs. A new RPC always gets a slot.
 
-    If there are too many RPCs, the owner that holds the most slots loses its oldest one.
+    If there are too many RPCs, the owner that holds the most slots loses the oldest of them.
     """
 
     def __init__(self, count: int) -> None:
@@ -87,7 +87,7 @@ class OpenPlaces:
 
 
 class CallCount:
-    """Counts a server's open RPCs. One owner may have at most half of the permitted number."""
+    """Counts a server's open RPCs. One owner may have at most half of the server's limit."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -113,8 +113,8 @@ class CallCount:
 class ReceiveRoom:
     """Slots for requests that are being received or parsed. One owner gets at most half of them.
 
-    Waiting owners take turns. If another owner holds more slots than a waiting owner, it loses its
-    oldest slot whose request has not arrived within `grace_s`.
+    Waiting owners take turns. If another owner holds more slots than a waiting owner, that other
+    owner loses its oldest slot whose request has not arrived within `grace_s`.
 
     Args:
         count: number of slots.
@@ -203,7 +203,7 @@ class ReceiveRoom:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Revoke a slot of the owner that holds the most, for the first waiter that may have it.
+        """Revoke a slot from the owner that holds the most, for the first eligible waiter.
 
         If the slot is still in its grace period, try again when the period ends.
         """

@@ -1,9 +1,10 @@
 """A gRPC server that does not crash on method names that are not UTF-8.
 
 gRPC's asyncio server decodes the names of unregistered methods outside of its error handling. Any
-client may send a name that is not UTF-8. Such a name ends the loop that accepts calls, which breaks
-the server and all its streams (seen with grpcio 1.85.1 and 1.85.3). The server in this module has
-all its methods registered, so calls to other methods are refused before their names are decoded.
+client may send a name that is not UTF-8. Such a name terminates the loop that accepts calls, which
+breaks the server and all its streams (seen with grpcio 1.85.1 and 1.85.3). The server in this
+module has all its methods registered, so calls to other methods are refused before their names are
+decoded.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Keeps the received tokens of an answer, so that another engine can continue it.
 
 The reader of an engine's answer is a router, or a client with tickets. It keeps a `Progress` for
-each answer. Beam searches and `best_of` have results only at the end. Their tokens are not kept, so
-they restart from the beginning if the engine is lost.
+each answer. Requests with beam search or `best_of` produce results only at the end. Their tokens
+are not kept, so they restart from the beginning if the engine is lost.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ MAX_LOSSES = 16
 MAX_BREAKAGES = 2
 """Number of engine failures blamed on the request, after which the request is abandoned."""
 BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
-"""Error reasons that show that processing the request made an engine fail."""
+"""Error reasons which indicate that the request itself made an engine fail."""
 
 
 @dataclass(slots=True)
@@ -48,11 +48,11 @@ class Progress:
         self.num_tokens = 0
         """Total number of output tokens in all answers."""
         self.has_begun = False
-        """Whether any engine has accepted the request, or it continues an earlier answer."""
+        """Whether an engine has accepted the request or the request continues an earlier answer."""
         self.is_accepted = False
         """Whether an engine has accepted the request for this reader."""
         self.max_tokens = 0
-        """Granted maximum of output tokens per answer (0 before the request is accepted)."""
+        """Maximum output tokens granted per answer (0 before the request is accepted)."""
         self.fingerprints: tuple[str, ...] = ()
         """Fingerprints of the engines that generated tokens, without duplicates, in order."""
         self._fingerprint = ""
@@ -98,18 +98,18 @@ class Progress:
 
     @property
     def goes_on_inexactly(self) -> bool:
-        """Whether the latest engine's fingerprint differs from that of the tokens so far."""
+        """Whether the latest engine's fingerprint differs from those behind the output so far."""
         return bool(self.fingerprints) and self.fingerprints != (self._fingerprint,)
 
     def on_accepted(self, accepted: pb.Accepted, max_tokens: int) -> None:
-        """Record an engine's acceptance, and keep the limits and the seed of the first engine.
+        """Record that an engine accepted the request. The first engine's limits and seed are kept.
 
         Args:
             max_tokens: the output limit in the request to the engine.
 
         Raises:
-            ServiceError: UNIMPLEMENTED, a later engine would not continue the answer but restart
-                it.
+            ServiceError: UNIMPLEMENTED, a later engine would restart the answer instead of
+                continuing it.
         """
         if self.has_begun and accepted.continued_tokens != self.num_tokens:
             raise _begins_anew(accepted.engine)
@@ -143,7 +143,7 @@ class Progress:
             self.fingerprints = ()
 
     def write(self, request: pb.GenerateRequest) -> None:
-        """Make a request continue this output, with the limits that the first engine granted."""
+        """Make a request continue this output, within the limits that the first engine granted."""
         request.sampling.seed = self._seed
         max_tokens = min(self.max_tokens, request.stop.max_tokens or self.max_tokens)
         request.stop.max_tokens = max_tokens
@@ -164,7 +164,7 @@ class Losses:
 
     def __init__(self) -> None:
         self.total = 0
-        """Number of lost engines."""
+        """Total number of engines lost so far."""
         self._stalled = 0
         """Number of engines lost since the last new token."""
         self._num_breakages = 0
@@ -191,9 +191,10 @@ class Losses:
 
 
 def write_cached(usage: pb.Usage, accepted: pb.Accepted) -> None:
-    """Set the cached prompt tokens in `usage` to the numbers of the answer's first engine.
+    """Set the cached prompt tokens in `usage` to the counts of the answer's first engine.
 
-    A later engine would also count earlier output tokens, because it gets them in its prompt.
+    A later engine would also count earlier output tokens, because it receives them as part of its
+    prompt.
     """
     usage.cached_tokens = accepted.cached_tokens
     del usage.cached_by_tier[:]

@@ -1,7 +1,7 @@
 """Fingerprints of engines: digests of everything that affects the exact bits of their answers.
 
-Engines with the same digest compute identical values from the same tokens. Such engines may share
-KV and continue each other's answers. The facts behind a digest show how two engines differ.
+Engines with the same digest produce bit-identical results from the same tokens. Such engines may
+share KV and continue each other's answers. The facts behind a digest show how two engines differ.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _KEY_DIGITS = 12
 _SHOWN = 3
 """Maximum number of engines that an error text lists for each value of a fact."""
 _UNREPORTED = "fingerprint"
-"""Name under which `differences` lists that only some engines report a fingerprint."""
+"""Pseudo-fact in `differences` that separates engines with a fingerprint from those without."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 UNKNOWN = Fingerprint()
 
 Differences = dict[str, dict[str, list[str]]]
-"""For each fact in which engines differ, the engines' names grouped by the fact's value."""
+"""Maps each fact in which engines differ to the engines' names, grouped by the fact's value."""
 
 
 def fingerprint_of(facts: Mapping[str, str]) -> Fingerprint:
@@ -79,7 +79,7 @@ def _listed(names: list[str]) -> str:
 
 
 def num_kinds(engines: Iterable[Fingerprint]) -> int:
-    """Return the number of distinct digests."""
+    """Return the number of distinct digests among the engines."""
     return len({each.digest for each in engines})
 
 

@@ -1,9 +1,10 @@
 """The sending side of flow control: keeps each call within its window, and batches its tokens.
 
-A message costs the reader more than the tokens in it, so tokens are batched. The first token is
-sent immediately. Later tokens are held until the first tick after the last send, or until they fill
-the reader's preferred batch size. They are then sent as one delta. Ticks occur at fixed intervals
-and are the same for all calls, so that the tokens of many calls can share a message.
+For the reader, a message has more overhead than the tokens in it, so tokens are sent in batches.
+The first token is sent immediately. Later tokens are held until the first tick after the last send,
+or until they fill the reader's preferred batch size. They are then sent as one delta. Ticks occur
+at fixed intervals and are the same for all calls, so that the tokens of many calls can share a
+message.
 
 `SendWindow` enforces this rule, because it alone knows the time of the last send. A producer of
 deltas can follow the same `SendPace`, so that it does not produce deltas that would only be merged.
@@ -48,7 +49,7 @@ class SendPace:
     """Number of pending tokens that triggers a send before the next tick."""
 
     def next_tick(self, now: float) -> float:
-        """Return the earliest time of the next send after a send at `now`, on the same clock."""
+        """Return the earliest time to send again after a send at `now`, on the same clock."""
         return next_tick(now, self.pause_s)
 
 
@@ -57,10 +58,11 @@ AT_ONCE = SendPace()
 
 
 class SendWindow:
-    """Sends the responses of one call, but never more than the reader has granted.
+    """Sends one call's responses, but never more than the reader has granted.
 
     Args:
-        call: the call, with its window, the pause between ticks, and the tokens per batch.
+        call: the call, which specifies its window, the pause between ticks, and the tokens per
+            batch.
         send: sends a response without waiting.
     """
 

@@ -16,7 +16,7 @@ BLOCK_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """Limits on the lists, object entries and commas in one JSON text, or in several in total."""
+    """Limits on lists, object entries and commas, for one JSON text or for several in total."""
 
     max_lists: int
     max_entries: int
@@ -28,8 +28,8 @@ class JsonLimits:
 BODY_LIMITS = JsonLimits(1 << 16, 1 << 18, MAX_PROMPT_TOKENS + (1 << 18))
 """Limits for a request body.
 
-They are three times the needs of a conversation with 8192 turns, and as many tool calls, text parts
-and tool results.
+They are three times as high as necessary for a conversation with 8192 turns and equally many tool
+calls, text parts and tool results.
 """
 VALUE_LIMITS = JsonLimits(1 << 14, 1 << 16, 1 << 17)
 """Limits for values that are parsed together: the tools, and the arguments of all tool calls."""
@@ -53,7 +53,7 @@ class JsonCounter:
         self._items = 0
 
     def add(self, text: bytes) -> None:
-        """Count one more text towards the limits. It need not be valid JSON.
+        """Count one more text towards the limits. The text need not be valid JSON.
 
         Raises:
             ServiceError: INVALID_ARGUMENT, the texts exceed a limit.

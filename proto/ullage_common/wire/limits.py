@@ -1,4 +1,4 @@
-"""Limits on requests. The router checks them, and the engine does so for direct clients."""
+"""Limits on requests, enforced by the router, and by engines for clients that bypass the router."""
 
 import math
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ MAX_CALLS = 128
 MAX_PARTS = 8192
 """Maximum number of text parts in one turn."""
 MAX_PROMPT_TOKENS = 1 << 20
-"""Maximum number of tokens in a prompt of token ids."""
+"""Maximum number of tokens in a prompt that consists of token ids."""
 MAX_BEAM_STOP_TOKENS = 16
 """Maximum number of stop tokens in a beam search. Each token adds a candidate to every step."""
 MAX_LENGTH_PENALTY = 10

@@ -25,7 +25,7 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     answered: int
     """Number of requests that got their first token in the last minute."""
     late: int
-    """Number of first tokens in the last minute that were later than the latency objective."""
+    """Number of first tokens in the last minute that missed the latency objective."""
     held: int
     """Number of requests that the router holds until the pool has scaled up from zero."""
     wanted: int

@@ -16,9 +16,9 @@ MAX_PARTS = 1 << 17
 This is twice the number in a conversation of 8192 turns with as many tool calls.
 """
 LIGHT_PARTS = 1024
-"""Maximum number of fields and entries in a light message, which the event loop may parse."""
+"""Maximum fields and list entries in a message that is light enough for the event loop to parse."""
 LIGHT_PACKED_BYTES = 1 << 20
-"""Maximum total size in bytes of a light message's packed number lists."""
+"""Maximum total bytes of packed number lists in a message that the event loop may parse."""
 MAX_DEPTH = 32
 """Maximum nesting depth of messages."""
 _VARINT = 0
@@ -26,7 +26,7 @@ _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
 _LAST_BYTES = bytes(range(128, 256))
-"""All byte values that do not end a varint."""
+"""Byte values that cannot be the last byte of a varint."""
 _SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
@@ -114,5 +114,5 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _num_numbers(packed: bytes) -> int:
-    """Count the numbers in a packed list. This is only an upper bound for numbers of fixed size."""
+    """Count the numbers in a packed list. For fixed-size numbers, this is only an upper bound."""
     return len(packed.translate(None, _LAST_BYTES))

@@ -1,14 +1,14 @@
 """The server side of `InferenceService.Multiplex`: many Generate calls over one stream.
 
-Each call runs as a separate task with the same code as a Generate RPC. The call's context has the
-parts of gRPC's context that this code uses. All responses that are ready at the same time are sent
-in one message. A call may be up to `window` responses ahead of the router. After that, only this
-call waits, and other calls continue (see `ullage_common.wire.flow_control`).
+Each call runs as a separate task with the same code as a Generate RPC. The call's context provides
+the parts of gRPC's context that this code uses. All responses that are ready at the same time are
+sent in one message. A call may be up to `window` responses ahead of the router. After that, only
+this call waits, and other calls continue (see `ullage_common.wire.flow_control`).
 
-Anyone who can reach an engine can open a stream. Each stream therefore has a limit on open calls.
-A message is processed in pieces, so that the event loop can serve other streams in between. New
-calls do not begin while nobody reads the responses. A stream ends after too many consecutive calls
-with refused tickets.
+Anyone who can reach an engine can open a stream. Each stream therefore has a limit on open calls. A
+message's entries are processed in small batches, so that the event loop can serve other streams in
+between. New calls do not begin while nobody reads the responses. A stream ends after too many
+consecutive calls with refused tickets.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class _Stream:
         self._calls: dict[int, CallContext] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._outbox: list[tuple[int, pb.GenerateResponse | bytes]] = []
-        """Queue of entries to send: a call's tag, with a response or the serialized status."""
+        """Queue of entries to send, each a call's tag with a response or a serialized status."""
         self._has_news = asyncio.Event()
         """Set while the outbox has entries."""
         self._has_room = asyncio.Event()

@@ -1,9 +1,9 @@
 """Lets a gRPC server refuse bad RPCs and requests before they use many resources.
 
-By default, a gRPC server receives everything that clients send before it calls any code. If the
-bytes cannot be parsed, it responds with UNKNOWN. The guard admits an RPC by its metadata, limits
-how many requests arrive at once and how long each may take, and counts the fields of a message
-before parsing it. Its errors have the same details as the errors for any other bad request.
+By default, a gRPC server receives a whole request before it runs any application code, and responds
+with UNKNOWN if the bytes cannot be parsed. The guard admits an RPC by its metadata, limits how many
+requests arrive at once and how long each may take, and counts a message's fields before parsing it.
+Its errors carry the same details as those for any other bad request.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
     An RPC that is not admitted ends as soon as its metadata has arrived. The guard limits how many
     requests arrive at once, and how long each request may take. Each request, and each message in a
-    stream, is parsed only after its fields have been counted. RPCs are counted by tenant, or by
+    stream, is parsed only after its fields have been counted. RPCs are counted per tenant, or per
     peer if the tenant is unknown.
 
     The guard refuses RPCs for these reasons:
@@ -215,7 +215,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         return stream, stream
 
     async def _parse_apart(self, parse: Any, tenant: str, context: Context, data: bytes) -> Any:
-        """Parse a message in a stream. A message with many fields is parsed off the event loop.
+        """Parse one message of a stream, off the event loop if the message has many fields.
 
         Raises:
             ServiceError: the message got no slot in time, has too many fields, or is malformed.
@@ -234,13 +234,13 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     async def _receive_one(
         self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes], context: Context
     ) -> tuple[Any, Context]:
-        """Return an RPC's only request and the RPC's context."""
+        """Return the single request message of an RPC, along with the RPC's context."""
         return await self._read(parse, tenant, requests, context), context
 
     async def _read(
         self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes], context: Context
     ) -> Any:
-        """Receive and parse an RPC's only request.
+        """Receive and parse the single request message of an RPC.
 
         Raises:
             ServiceError: the request got no slot, arrived late, is too large, or cannot be parsed.
@@ -273,7 +273,7 @@ class _RequestStream:
     """A stream's requests and context in one object, because handlers may read from either.
 
     Args:
-        context: gRPC's context, which reads bytes.
+        context: gRPC's context, from which raw messages are read.
         parse: parses a message.
     """
 
@@ -347,7 +347,7 @@ def _address(context: Context) -> str:
 
 
 def _served(behavior: Any, handler: "Handler") -> "Handler":
-    """Return a handler whose function gets the RPC's raw requests and parses them itself."""
+    """Return a handler that passes raw request bytes to `behavior`, which parses them itself."""
     is_streaming = handler.response_streaming or inspect.isasyncgenfunction(behavior)
     make = (
         grpc.stream_stream_rpc_method_handler

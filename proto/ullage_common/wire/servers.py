@@ -114,14 +114,14 @@ class Health:
         await self.set_ready(False)
 
     def attach_alone(self, server: grpc.aio.Server) -> None:
-        """Add the health service, but not reflection, to a server for probes, which has no TLS."""
+        """Add only the health service, without reflection, to a probe server, which has no TLS."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_live(self, live: bool) -> None:
-        """Set the health of `liveness`."""
+        """Set the health of the `liveness` service."""
         await self._servicer.set(LIVENESS, _SERVING if live else _NOT_SERVING)
 
     async def set_ready(self, ready: bool) -> None:
-        """Set the health of `readiness` and of the whole server."""
+        """Set the health of the `readiness` service and of the server as a whole."""
         for service in ("", READINESS):
             await self._servicer.set(service, _SERVING if ready else _NOT_SERVING)

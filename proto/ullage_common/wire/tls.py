@@ -32,7 +32,7 @@ KEY = "tls.key"
 CA = "ca.crt"
 
 _PROBE_S = 2.0
-"""Seconds within which a server must answer when it is probed for TLS."""
+"""Seconds within which a server must answer a probe for TLS support."""
 _TLS_RECORDS = (0x15, 0x16)
 """Possible first bytes of a TLS server's answer: an alert or a handshake."""
 _HTTP2_FRAME = 0x00
@@ -298,8 +298,8 @@ def server_context(material: Material) -> ssl.SSLContext:
 def _load_chain(context: ssl.SSLContext, material: Material) -> None:
     """Load the certificate chain from an in-memory file.
 
-    OpenSSL reads twice, and the mounted files could be replaced in between. The private key must
-    not be written to disk.
+    OpenSSL reads the file twice, and a mounted file could be replaced in between. The copy stays in
+    memory, because the private key must not be written to disk.
     """
     with os.fdopen(os.memfd_create("ullage-tls"), "wb") as file:
         file.write(material.key + b"\n" + material.certificate)

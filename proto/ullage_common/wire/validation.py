@@ -268,7 +268,7 @@ def check_task(request: inference_pb2.GenerateRequest, task: inference_pb2.Task,
 
 
 def is_growing(request: inference_pb2.GenerateRequest) -> bool:
-    """Return whether answers are streamed token by token, rather than known only at the end."""
+    """Return whether answers are streamed token by token, rather than returned only at the end."""
     if request.embed:
         return False
     if not request.HasField("samples"):
