@@ -50,8 +50,8 @@ import psutil
 from benchmarks.compare import servers
 from benchmarks.compare.servers import ROOT, Running, Server, running
 from benchmarks.support.load import ServerError, messages
-from benchmarks.support.memory_limit import MemoryLimit, memory_limit
 from benchmarks.support.options import new_parser
+from ullage_verify.memory_limit import MemoryLimit, memory_limit
 
 OURS = ("ullage", "ullage+vllm")
 LLAMA_OPTIONS = "-np 16 -c 65536"

@@ -25,6 +25,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "operator/ullage_operator": ("operator", "kubeapi", "charts", "cli", *SERVICES),
     "operator/ullage_router": ("router", "cli", *SERVICES),
     "operator/ullage_cli": ("cli", *SERVICES),
+    "operator/ullage_verify": ("verify", "cli", "benchmarks", "e2e"),
     "engine/ullage_engine": ("engine", "kv", "benchmarks", *SERVICES),
     "engine/ullage_kv": ("kv", "engine", *SERVICES),
     "benchmarks": ("benchmarks",),

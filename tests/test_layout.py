@@ -19,6 +19,7 @@ PACKAGES = [
     ROOT / "operator/ullage_router",
     ROOT / "operator/ullage_operator",
     ROOT / "operator/ullage_cli",
+    ROOT / "operator/ullage_verify",
     ROOT / "proto/ullage_common",
 ]
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+PROCESSES = "cgroup.procs"
+"""File of a group that lists its processes."""
 ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 """Folders in which cgroup v1 and v2 have the groups that limit memory."""
 HOG_BYTES = 32 << 20
@@ -37,7 +39,7 @@ class MemoryLimit:
     """
 
     def __init__(self, name: str) -> None:
-        root = next((each for each in ROOTS if (each / "cgroup.procs").exists()), None)
+        root = next((each for each in ROOTS if (each / PROCESSES).exists()), None)
         if root is None:
             raise OSError(f"neither {ROOTS[0]} nor {ROOTS[1]} has control groups")
         self._is_v1 = root == ROOTS[0]
@@ -46,6 +48,8 @@ class MemoryLimit:
             with contextlib.suppress(OSError):  # the controller may be on already
                 (root / "cgroup.subtree_control").write_text("+memory")
 
+        self._origin: Path | None = None
+        """Group from which running processes were taken."""
         self._folder.mkdir()
         self._limit = self._folder / ("memory.limit_in_bytes" if self._is_v1 else "memory.max")
         if not self._limit.exists():
@@ -56,6 +60,37 @@ class MemoryLimit:
         """Return a command that runs the given command in the group."""
         enter = f'echo $$ > {self._folder}/cgroup.procs && exec "$@"'
         return ["sh", "-c", enter, "sh", *command]
+
+    def take(self, pid: int) -> None:
+        """Move a running process into the group. Memory that the process already has stays outside.
+
+        Raises:
+            OSError: the process's group is unknown.
+        """
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            self._origin = self._origin or self._group_of(pid)
+            (self._folder / PROCESSES).write_text(str(pid))
+
+    def release(self) -> None:
+        """Remove the limit, and move the taken processes and their children back."""
+        self._limit.write_text("-1" if self._is_v1 else "max")
+        if self._origin is None:
+            return
+        for pid in (self._folder / PROCESSES).read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                (self._origin / PROCESSES).write_text(pid)
+
+    def _group_of(self, pid: int) -> Path:
+        """Return the folder of a process's group.
+
+        Raises:
+            OSError: the kernel does not name it.
+        """
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if ("memory" in controllers.split(",")) if self._is_v1 else not controllers:
+                return self._folder.parent / path.lstrip("/")
+        raise OSError(f"/proc/{pid}/cgroup names no group with a limit of memory")
 
     def allow(self, more_bytes: int) -> None:
         """Limit the group's memory to its current use, without file caches, plus some bytes."""

@@ -1,0 +1,221 @@
+"""`ullage verify` checks a running server: overload, large prompts, long runs and faults."""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ullage_cli.port_forward import PortForward
+from ullage_operator.api import naming
+from ullage_operator.api.errors import LocalFailure
+from ullage_verify import report as reports
+from ullage_verify.client import SILENCE_S, Client
+from ullage_verify.criteria import Criterion
+from ullage_verify.faults import Fault, admin_faults, pod_faults, process_faults
+from ullage_verify.processes import ServerProcesses
+from ullage_verify.run import SCENARIOS, Report, verify
+from ullage_verify.scenarios.settings import Settings
+from ullage_verify.target import TargetError, describe
+
+INTERRUPTED = 130
+
+HELP = """scenarios:
+  streams    many streams, a slow client, clients that vanish
+  overload   sixty large requests at once, whose clients return when they are told to
+  oom        requests that end engines elsewhere, beside three streams of other clients
+  large      prompts above the threshold, and their route
+  soak       four conversations for some minutes
+  inject     faults in the middle of answers (needs --pid, --pod or --admin)
+  all        all of them, in this order
+
+examples:
+  ullage verify all http://127.0.0.1:8000
+  ullage verify inject http://127.0.0.1:8000 --pid "$(pgrep -of 'ullage up')"
+  ullage verify oom http://127.0.0.1:8080 --context 4096 --json oom.json --svg oom.svg
+  ullage verify soak chat --namespace prod --minutes 30
+  ullage verify inject chat --namespace prod --pod chat-single-0
+
+The server may be any that has OpenAI's API. A criterion that the server's pages cannot decide is
+skipped with its reason. Set ULLAGE_API_KEY if the server needs a key.
+
+exit status: 0 nothing failed, 1 a criterion failed, 2 an option is wrong or the server does not
+answer, 130 interrupted
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "verify",
+        help="check what clients of a server see under load and faults",
+        description="Check what clients of a running server see under overload and faults.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("scenario", choices=(*SCENARIOS, "all"))
+    parser.add_argument(
+        "target", metavar="URL|SERVICE", help="base URL, or an LLMService with --namespace"
+    )
+    parser.add_argument("-n", "--namespace", help="namespace of the LLMService, through kubectl")
+    parser.add_argument("--model", default="", help="name of the model (default: the first one)")
+    parser.add_argument(
+        "--context", type=positive, default=0, metavar="TOKENS", help="if the server hides it"
+    )
+    parser.add_argument("--api-key", help="API key (default: $ULLAGE_API_KEY)")
+    parser.add_argument("--minutes", type=minutes, default=2.0, help="duration of the soak (2)")
+    parser.add_argument(
+        "--large-tokens",
+        type=positive,
+        default=Settings.large_tokens,
+        metavar="TOKENS",
+        help=f"threshold of the pool for large requests ({Settings.large_tokens})",
+    )
+    parser.add_argument(
+        "--pid", type=positive, help="first process of the server here, which may be harmed"
+    )
+    parser.add_argument("--pod", help="pod of an engine, which may be deleted")
+    parser.add_argument(
+        "--admin", metavar="HOST:PORT", help="gRPC address of an engine that may inject faults"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as a table")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write it as a picture")
+    parser.set_defaults(run=run)
+
+
+def positive(text: str) -> int:
+    """Return a positive integer (argparse uses this function's name in its error)."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
+
+
+def minutes(text: str) -> float:
+    """Return a duration in minutes (argparse uses this function's name in its error)."""
+    number = float(text)
+    if not 0.1 <= number <= 24 * 60:
+        raise argparse.ArgumentTypeError(f"{text} minutes; use 0.1 to {24 * 60}")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the scenarios, print every criterion, and write the reports.
+
+    Raises:
+        LocalFailure: the server cannot be checked, or a report cannot be written.
+    """
+    names = list(SCENARIOS) if options.scenario == "all" else [options.scenario]
+    # As an exception, the signal ends kubectl, removes control groups and continues processes.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with _url(options) as url:
+            report = asyncio.run(_verify(url, names, options))
+    except TargetError as error:
+        raise LocalFailure(str(error)) from None
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+    print(f"\n{reports.summary(report)}")
+    _write(options, report)
+    return int(report.num_failed > 0)
+
+
+async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -> Report:
+    key = options.api_key or os.environ.get("ULLAGE_API_KEY", "")
+    screen = Screen()
+    async with Client(url, key, SILENCE_S) as client:
+        target = await describe(client, options.model, options.context)
+        print(f"{client.url}: {target.model}, {target.context} tokens of context", flush=True)
+
+        settings = Settings(
+            minutes=options.minutes,
+            large_tokens=options.large_tokens,
+            faults=_faults(options),
+            processes=ServerProcesses(options.pid) if options.pid else None,
+            progress=screen.progress,
+        )
+        return await verify(target, names, settings, screen.show)
+
+
+def _faults(options: argparse.Namespace) -> dict[str, Fault]:
+    """Return the faults that the options permit.
+
+    Raises:
+        TargetError: the options name nothing that exists.
+    """
+    faults: dict[str, Fault] = {}
+    if options.pid:
+        faults |= process_faults(options.pid)
+    if options.admin:
+        faults |= admin_faults(options.admin)
+    if options.pod:
+        if not options.namespace:
+            raise TargetError("--pod needs --namespace")
+        faults |= pod_faults(options.namespace, options.pod)
+    return faults
+
+
+@contextlib.contextmanager
+def _url(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the base URL of the server.
+
+    Raises:
+        LocalFailure: the target is a name without a namespace, or cannot be reached.
+    """
+    if "://" in options.target:
+        yield options.target
+        return
+    if not options.namespace:
+        raise LocalFailure(
+            f"{options.target!r} is not a URL; give http://HOST:PORT, or an LLMService with "
+            "--namespace"
+        )
+    router = f"deployment/{naming.router_name(options.target)}"
+    with PortForward(options.namespace, router, naming.HTTP_PORT) as forward:
+        yield forward.url()
+
+
+class Screen:
+    """Prints criteria to stdout, and on a terminal the current step below them."""
+
+    def __init__(self) -> None:
+        self._is_live = sys.stderr.isatty()
+        self._scenario = ""
+
+    def show(self, criterion: Criterion) -> None:
+        """Print a criterion, below the name of its scenario."""
+        self.progress("")
+        if criterion.scenario != self._scenario:
+            self._scenario = criterion.scenario
+            print(f"\n{self._scenario}", flush=True)
+        print(reports.line(criterion), flush=True)
+
+    def progress(self, step: str) -> None:
+        """Replace the current step on a terminal."""
+        if self._is_live:
+            print(f"\r\033[K{step and f'  … {step}'}", end="", file=sys.stderr, flush=True)
+
+
+def _write(options: argparse.Namespace, report: Report) -> None:
+    """Write the chosen reports.
+
+    Raises:
+        LocalFailure: a file cannot be written.
+    """
+    forms = (
+        (options.json, reports.as_json),
+        (options.markdown, reports.as_markdown),
+        (options.svg, reports.as_svg),
+    )
+    for path, form in forms:
+        if path is None:
+            continue
+        try:
+            path.write_text(form(report), encoding="utf-8")
+        except OSError as error:
+            raise LocalFailure(f"{path}: {error.strerror}; choose another file") from None

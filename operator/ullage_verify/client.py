@@ -1,0 +1,257 @@
+"""A client of OpenAI's HTTP API that records everything an ordinary client would notice."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+SILENCE_S = 60.0
+"""Longest wait for the next byte of an answer, seconds."""
+MAX_ERROR_CHARS = 300
+CONNECT_S = 10.0
+MAX_TRIES = 10
+"""Maximum number of requests of a client that obeys Retry-After."""
+
+Document = Mapping[str, Any]
+"""A parsed JSON object."""
+Messages = Sequence[Mapping[str, Any]]
+"""Messages of a chat, in OpenAI's format."""
+
+
+@dataclass
+class Answer:
+    """The outcome of one request. Moments are in seconds, on the monotonic clock."""
+
+    began_at: float
+    status: int = 0
+    """HTTP status, or 0 if the server sent none."""
+    retry_after_s: float | None = None
+    error: str = ""
+    """Description of the failure, empty for a complete answer."""
+    text: str = ""
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    num_pieces: int = 0
+    """Events with text."""
+    first_at: float | None = None
+    """Moment of the first text."""
+    last_at: float | None = None
+    """Moment of the last text."""
+    ended_at: float = 0.0
+    longest_gap_s: float = 0.0
+    """Longest time between two events with text, or between the last one and the failure."""
+    body: Document = field(default_factory=dict)
+    """Parsed body of an answer that is not a stream."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the answer ended as the API promises."""
+        return self.status == 200 and not self.error
+
+    @property
+    def is_refused(self) -> bool:
+        """Return whether the server refused the request in an orderly way: 429 or 503."""
+        return self.status in (429, 503)
+
+    @property
+    def ttft_s(self) -> float:
+        """Return the time to the first token, or to the end of an answer without text."""
+        return (self.first_at or self.ended_at) - self.began_at
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self.began_at
+
+    @property
+    def outcome(self) -> str:
+        """Return the status as a word for tables: "200", "429", "broken" or "silent"."""
+        if self.status == 200 and self.error:
+            return "silent" if self.error.startswith("silent") else "broken"
+        return str(self.status) if self.status else self.error.partition(" ")[0]
+
+    def add_text(self, text: str) -> None:
+        """Append text that arrived now."""
+        now = time.monotonic()
+        if self.last_at is not None:
+            self.longest_gap_s = max(self.longest_gap_s, now - self.last_at)
+        self.first_at = self.first_at or now
+        self.last_at = now
+        self.text += text
+        self.num_pieces += 1
+
+
+class Client:
+    """An HTTP client of one server.
+
+    Args:
+        url: base URL, with or without /v1.
+        key: API key, empty if the server needs none.
+        silence_s: longest wait for the next byte of an answer, seconds.
+    """
+
+    def __init__(self, url: str, key: str = "", silence_s: float = SILENCE_S) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=silence_s)
+        self._http = aiohttp.ClientSession(
+            # Some servers close a connection after a stream, while the next request is in flight.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=timeout,
+            headers=headers,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        await self._http.close()
+
+    async def chat(
+        self,
+        model: str,
+        messages: Messages,
+        max_tokens: int,
+        on_text: Callable[[Answer], Any] | None = None,
+        **fields: Any,
+    ) -> Answer:
+        """Stream a greedy chat completion to its end.
+
+        Args:
+            model: name of the model.
+            messages: the prompt.
+            max_tokens: maximum number of tokens in the answer.
+            on_text: called after each event with text. An awaitable result delays the next read.
+            fields: further fields of the request, which win over the ones above.
+        """
+        body = {
+            "model": model,
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **fields,
+        }
+        return await self.post("chat/completions", body, on_text)
+
+    async def post(
+        self, path: str, body: Document, on_text: Callable[[Answer], Any] | None = None
+    ) -> Answer:
+        """Send a request below /v1, and read the answer to its end.
+
+        A failure of the server is part of the answer and raises no exception.
+        """
+        answer = Answer(time.monotonic())
+        try:
+            async with self._http.post(f"{self.url}/v1/{path}", json=body) as response:
+                answer.status = response.status
+                answer.retry_after_s = _seconds(response.headers.get("retry-after"))
+                if response.status != 200:
+                    answer.error = (await response.text())[:MAX_ERROR_CHARS]
+                elif body.get("stream"):
+                    await _read_stream(response, answer, on_text)
+                else:
+                    _read_body(await response.json(), answer)
+        except TimeoutError:
+            since = answer.last_at or answer.began_at
+            answer.longest_gap_s = max(answer.longest_gap_s, time.monotonic() - since)
+            answer.error = f"silent for {time.monotonic() - since:.0f} s"
+        except (aiohttp.ClientError, ConnectionError, ValueError) as error:
+            answer.error = f"broken off: {error or type(error).__name__}"[:MAX_ERROR_CHARS]
+        answer.ended_at = time.monotonic()
+        return answer
+
+    async def obey(
+        self, model: str, messages: Messages, max_tokens: int, **fields: Any
+    ) -> Sequence[Answer]:
+        """Send a request, and again after each refusal at the time that the server named.
+
+        Returns:
+            The answers to all tries. The last one is a refusal only if the server never accepted
+            the request, or named no time.
+        """
+        answers: list[Answer] = []
+        for _ in range(MAX_TRIES):
+            answers.append(await self.chat(model, messages, max_tokens, **fields))
+            if not answers[-1].is_refused or not answers[-1].retry_after_s:
+                break
+            await asyncio.sleep(answers[-1].retry_after_s)
+        return answers
+
+    async def page(self, path: str) -> str | None:
+        """Return the text of a page, or None if the server does not serve the page."""
+        try:
+            async with self._http.get(f"{self.url}{path}") as response:
+                return await response.text() if response.status == 200 else None
+        except (TimeoutError, aiohttp.ClientError, ConnectionError):
+            return None
+
+    async def document(self, path: str) -> Document | None:
+        """Return a JSON object, or None if the server does not serve it."""
+        text = await self.page(path)
+        try:
+            document = json.loads(text) if text else None
+        except ValueError:
+            return None
+        return document if isinstance(document, dict) else None
+
+
+async def _read_stream(
+    response: aiohttp.ClientResponse, answer: Answer, on_text: Callable[[Answer], Any] | None
+) -> None:
+    is_done = False
+    async for line in response.content:
+        if line.startswith(b"data: [DONE]"):
+            is_done = True
+        if not line.startswith(b"data: {"):
+            continue  # a comment that keeps the connection alive, or an empty line
+
+        event = json.loads(line.removeprefix(b"data: "))
+        if "error" in event:
+            answer.error = f"broken off: {json.dumps(event['error'])}"[:MAX_ERROR_CHARS]
+        _add_usage(event, answer)
+        for choice in event.get("choices", ()):
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
+            if not text:
+                continue
+            answer.add_text(text)
+            if on_text and (waiting := on_text(answer)) is not None:
+                await waiting
+
+    if not answer.error and not (is_done and answer.finish_reason):
+        answer.error = "broken off: the stream ended without a finish reason"
+
+
+def _read_body(body: Document, answer: Answer) -> None:
+    answer.body = body
+    _add_usage(body, answer)
+    for choice in body.get("choices", ()):
+        answer.finish_reason = choice.get("finish_reason") or ""
+        message = choice.get("message") or {}
+        answer.text = message.get("content") or choice.get("text") or ""
+
+
+def _add_usage(document: Document, answer: Answer) -> None:
+    usage = document.get("usage") or {}
+    answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
+    answer.output_tokens = usage.get("completion_tokens", answer.output_tokens)
+
+
+def _seconds(header: str | None) -> float | None:
+    try:
+        return float(header) if header else None
+    except ValueError:
+        return None  # the header may have a date, and no server of this kind sends one

@@ -1,0 +1,125 @@
+"""Faults for a server: signals, memory that is really exhausted, and a pod that is deleted."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+import grpc
+
+from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
+from ullage_verify.memory_limit import memory_limit
+from ullage_verify.processes import ServerProcesses
+from ullage_verify.target import TargetError
+
+GROUP = f"ullage-verify-{os.getpid()}"
+"""Name of the control group."""
+FREE_BYTES = 128 << 20
+"""Memory that the control group leaves free before it is filled."""
+DELETE_TIMEOUT_S = 60.0
+ADMIN_TIMEOUT_S = 10.0
+OOM_AFTER_STEPS = 5
+
+Fault = Callable[[], Awaitable[None]]
+"""Does the harm. It returns as soon as the fault has happened.
+
+Raises:
+    TargetError: the fault cannot be made here.
+"""
+
+
+def process_faults(pid: int) -> Mapping[str, Fault]:
+    """Return the faults for a server on this machine, by name.
+
+    Args:
+        pid: the server's first process.
+
+    Raises:
+        TargetError: there is no such process.
+    """
+    processes = ServerProcesses(pid)
+    if not processes.family():
+        raise TargetError(f"--pid {pid}: no such process; give the server's first process")
+    return {
+        "SIGKILL of the busiest process": partial(_signal, processes, signal.SIGKILL),
+        "SIGSTOP of the busiest process": partial(_signal, processes, signal.SIGSTOP),
+        "full memory, and the kernel kills": partial(_exhaust_memory, processes),
+    }
+
+
+async def _signal(processes: ServerProcesses, number: signal.Signals) -> None:
+    await asyncio.to_thread(processes.send, number)
+
+
+async def _exhaust_memory(processes: ServerProcesses) -> None:
+    """Limit the memory of the engine that computes, and fill it until the kernel kills in it.
+
+    The limit holds for the busiest process alone, so the kernel has only this process to kill.
+
+    Raises:
+        TargetError: this user may not limit memory.
+    """
+    try:
+        with memory_limit(GROUP) as group:
+            try:
+                busiest = await asyncio.to_thread(processes.busiest)
+                group.take(busiest or processes.pid)
+                group.allow(FREE_BYTES)
+                await asyncio.to_thread(group.kill_largest)
+            finally:
+                group.release()
+    except OSError as error:
+        raise TargetError(f"no control group for the server ({error}); run as root") from None
+
+
+def admin_faults(address: str) -> Mapping[str, Fault]:
+    """Return the faults that an engine of Ullage makes itself, by name.
+
+    Args:
+        address: gRPC address of the engine, HOST:PORT.
+    """
+    return {
+        "a step out of memory": partial(_inject, address, admin_pb2.FAULT_KIND_OOM),
+        "death of the worker": partial(_inject, address, admin_pb2.FAULT_KIND_WORKER_KILL),
+    }
+
+
+async def _inject(address: str, kind: admin_pb2.FaultKind) -> None:
+    request = admin_pb2.InjectFaultRequest(kind=kind, after_steps=OOM_AFTER_STEPS)
+    async with grpc.aio.insecure_channel(address) as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        try:
+            await admin.InjectFault(request, timeout=ADMIN_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise TargetError(f"--admin {address}: {error.details()}") from None
+
+
+def pod_faults(namespace: str, pod: str) -> Mapping[str, Fault]:
+    """Return the faults for a pod, by name. They need kubectl.
+
+    Args:
+        namespace: namespace of the pod.
+        pod: name of an engine's pod.
+    """
+    return {"death of the pod": partial(_delete_pod, namespace, pod)}
+
+
+async def _delete_pod(namespace: str, pod: str) -> None:
+    command = ["kubectl", "--namespace", namespace, "delete", "pod", pod]
+    options = ["--grace-period=0", "--force", "--wait=false"]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            *options,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, error = await asyncio.wait_for(process.communicate(), DELETE_TIMEOUT_S)
+    except FileNotFoundError:
+        raise TargetError("kubectl is missing; install it to make faults in a cluster") from None
+    except TimeoutError:
+        raise TargetError(f"{' '.join(command)}: no answer in {DELETE_TIMEOUT_S:g} s") from None
+    if process.returncode:
+        # Force deletion prints a warning, too, so only the status tells a failure.
+        raise TargetError(f"{' '.join(command)}: {error.decode().strip()}")

@@ -1,0 +1,84 @@
+"""The processes of a server on this machine, as /proc describes them."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+PROC = Path("/proc")
+SAMPLE_S = 0.3
+"""Time over which processor use is measured, seconds."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class ServerProcesses:
+    """A server's first process and its descendants.
+
+    Args:
+        pid: the first process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def family(self) -> list[int]:
+        """Return the ids of all living processes of the server."""
+        children: dict[int, list[int]] = {}
+        for folder in PROC.iterdir():
+            if folder.name.isdecimal() and (parent := _parent(folder)) is not None:
+                children.setdefault(parent, []).append(int(folder.name))
+
+        found = [self.pid] if (PROC / str(self.pid)).exists() else []
+        for pid in found:
+            found += children.get(pid, ())
+        return found
+
+    def busiest(self, seconds: float = SAMPLE_S) -> int | None:
+        """Return the process that computes most during some seconds, or None if all have exited.
+
+        A service may have several engines, and only one of them may hold the streams of a client.
+        """
+        before = {pid: _cpu_ticks(pid) for pid in self.family()}
+        time.sleep(seconds)
+        # Size decides between processes that compute nothing, for example because all are stopped.
+        used = {
+            pid: (_cpu_ticks(pid) - ticks, _resident_bytes(pid)) for pid, ticks in before.items()
+        }
+        return max(used, key=lambda pid: used[pid], default=None)
+
+    def resident_bytes(self) -> int:
+        """Return the resident memory of all processes. Shared pages count several times."""
+        return sum(map(_resident_bytes, self.family()))
+
+    def send(self, number: signal.Signals) -> int | None:
+        """Send a signal to the busiest process, and return its id, or None if all have exited."""
+        worker = self.busiest()
+        if worker is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, number)
+        return worker
+
+
+def _parent(folder: Path) -> int | None:
+    try:
+        # The command in parentheses may have spaces, so count from its end.
+        return int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return None  # the process has just ended
+
+
+def _cpu_ticks(pid: int) -> int:
+    """Return the processor time that a process has used, in clock ticks."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    except (OSError, IndexError, ValueError):
+        return 0  # the process has just exited
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int((PROC / str(pid) / "statm").read_text().split()[1]) * PAGE_BYTES
+    except (OSError, IndexError, ValueError):
+        return 0  # the process has just ended

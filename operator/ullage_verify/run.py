@@ -1,0 +1,76 @@
+"""Runs scenarios against a server, one after the other."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ullage_verify.criteria import Checks, Criterion
+from ullage_verify.scenarios import inject, large, oom, overload, soak, streams
+from ullage_verify.scenarios.settings import Settings
+from ullage_verify.target import Target
+
+Scenario = Callable[[Target, Settings, Checks], Awaitable[None]]
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "streams": streams.run,
+    "overload": overload.run,
+    "oom": oom.run,
+    "large": large.run,
+    "soak": soak.run,
+    "inject": inject.run,
+}
+"""Scenarios in the order of `all`. The ones that may end a server are last."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a run."""
+
+    url: str
+    model: str
+    context: int
+    criteria: Sequence[Criterion]
+    figures: Mapping[str, Mapping[str, object]]
+    """Further measured values, by scenario."""
+    seconds: float
+
+    @property
+    def num_failed(self) -> int:
+        return sum(criterion.verdict == "failed" for criterion in self.criteria)
+
+    def count(self, verdict: str) -> int:
+        """Return how many criteria have this verdict."""
+        return sum(criterion.verdict == verdict for criterion in self.criteria)
+
+
+async def verify(
+    target: Target,
+    names: Sequence[str],
+    settings: Settings,
+    show: Callable[[Criterion], None],
+) -> Report:
+    """Run scenarios, and return every criterion.
+
+    Args:
+        target: the server.
+        names: keys of SCENARIOS.
+        settings: options of the scenarios.
+        show: receives each criterion as soon as it is decided.
+    """
+    began = time.monotonic()
+    criteria: list[Criterion] = []
+    figures: dict[str, Mapping[str, object]] = {}
+    for name in names:
+        checks = Checks(name, show)
+        await SCENARIOS[name](target, settings, checks)
+        criteria += checks.criteria
+        figures[name] = checks.figures
+
+    return Report(
+        url=target.client.url,
+        model=target.model,
+        context=target.context,
+        criteria=criteria,
+        figures=figures,
+        seconds=time.monotonic() - began,
+    )

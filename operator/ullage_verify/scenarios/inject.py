@@ -1,0 +1,80 @@
+"""Faults in the middle of answers: are the streams continued, and is the server back in time?"""
+
+import asyncio
+import time
+
+from ullage_verify.bystanders import bystanders, expected_texts
+from ullage_verify.criteria import Checks
+from ullage_verify.faults import Fault
+from ullage_verify.scenarios.settings import Settings
+from ullage_verify.target import Target, TargetError
+
+MAX_GAP_S = 30.0
+"""Longest pause of a stream over a fault."""
+BACK_WITHIN_S = 30.0
+"""Time from a fault until a new request is answered."""
+PATIENCE_S = 120.0
+"""Time after which a server counts as dead."""
+RETRY_S = 0.2
+NUM_IN_A_ROW = 3
+SETTLE_S = 3.0
+
+
+async def run(target: Target, settings: Settings, checks: Checks) -> None:
+    """Make each fault beside three streams, and one fault three times in a row."""
+    if not settings.faults:
+        checks.skip("faults", "none may be made; give --pid, --pod or --admin")
+        return
+
+    expected = await expected_texts(target)
+    for name, fault in settings.faults.items():
+        settings.progress(name)
+        try:
+            async with bystanders(target, expected) as crowd:
+                await fault()
+                happened_at = time.monotonic()
+        except TargetError as error:
+            checks.skip(name, str(error))
+            continue
+        crowd.check(checks, name, MAX_GAP_S)
+        if not await _check_back(target, checks, name, happened_at):
+            checks.skip("all later faults", "the server did not come back")
+            return
+        await asyncio.sleep(SETTLE_S)
+
+    name, fault = next(iter(settings.faults.items()))
+    await _in_a_row(target, settings, checks, name, fault)
+
+
+async def _in_a_row(
+    target: Target, settings: Settings, checks: Checks, name: str, fault: Fault
+) -> None:
+    """Make a fault again as soon as the server is back, as a crash loop would."""
+    for number in range(NUM_IN_A_ROW):
+        settings.progress(f"{name}, {number + 1} of {NUM_IN_A_ROW}")
+        try:
+            await fault()
+        except TargetError as error:
+            checks.skip(f"{name}, {NUM_IN_A_ROW} times in a row", str(error))
+            return
+        happened_at = time.monotonic()
+        if not await _check_back(
+            target, checks, f"{name}, time {number + 1} in a row", happened_at
+        ):
+            return
+
+
+async def _check_back(target: Target, checks: Checks, name: str, since: float) -> bool:
+    """Check the time until a new request is answered, and return whether it was at all."""
+    while True:
+        answer = await target.client.chat(target.model, target.prompt(8, 16), 4)
+        seconds = time.monotonic() - since
+        if answer.is_whole:
+            checks.at_most(f"{name}: time to the next answer", seconds, BACK_WITHIN_S)
+            return True
+        if seconds > PATIENCE_S:
+            checks.holds(
+                f"{name}: time to the next answer", False, f"≤ {BACK_WITHIN_S:g} s", answer.outcome
+            )
+            return False
+        await asyncio.sleep(RETRY_S)

@@ -1,0 +1,85 @@
+"""Requests above the threshold: do they reach the pool for large requests, and does it show?"""
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+
+from ullage_verify.client import Answer, Document
+from ullage_verify.criteria import Checks
+from ullage_verify.scenarios.settings import Settings
+from ullage_verify.target import Target
+
+NUM_REQUESTS = 6
+ANSWER_TOKENS = 32
+P95_S = 20.0
+SINGLE_ROUTE = "single"
+
+
+async def run(target: Target, settings: Settings, checks: Checks) -> None:
+    """Send prompts above and below the threshold, and read their routes from /stats."""
+    stats = await target.stats()
+    large_pools = sorted(
+        {engine["pool"] for engine in stats.get("engines", ()) if engine["route"] != SINGLE_ROUTE}
+    )
+    threshold = settings.large_tokens
+    reason = ""
+    if not stats:
+        reason = "the server has no /stats"
+    elif not large_pools:
+        reason = "the service has no pool for large requests"
+    elif threshold > target.usable - ANSWER_TOKENS:
+        reason = f"the context has {target.context} tokens, below --large-tokens {threshold}"
+    if reason:
+        checks.skip("large prompts reach the large pool", reason)
+        return
+
+    settings.progress(f"{NUM_REQUESTS} prompts of {threshold} tokens")
+    tokens = min(threshold * 11 // 10, target.usable - ANSWER_TOKENS)
+    large = await _ask_all(target, 2_000, tokens)
+    small = await _ask_all(target, 3_000, min(200, threshold // 4))
+
+    for name, answers in (("large", large), ("small", small)):
+        whole = sum(answer.is_whole for answer in answers)
+        checks.holds(
+            f"{name} prompts are answered", whole == NUM_REQUESTS, f"{NUM_REQUESTS}", f"{whole}"
+        )
+    checks.at_most("p95 of large requests", _p95(large), P95_S)
+
+    latest = (await target.stats())["latest"]
+    records = [record for record in latest if record["status"] == 200][: 2 * NUM_REQUESTS]
+    _check_routes(checks, "large", [r for r in records if r["prompt_tokens"] >= threshold])
+    _check_routes(checks, "small", [r for r in records if r["prompt_tokens"] < threshold])
+    explained = sum(bool(record["predicted_bytes"] and record["timeline"]) for record in records)
+    checks.holds(
+        "/stats has the predicted bytes and the steps of each",
+        explained == 2 * NUM_REQUESTS,
+        f"{2 * NUM_REQUESTS}",
+        f"{explained}",
+    )
+
+
+def _check_routes(checks: Checks, kind: str, records: Sequence[Document]) -> None:
+    """Add the criterion that /stats shows the right route for all requests of a kind."""
+    right = sum((record["route"] != SINGLE_ROUTE) == (kind == "large") for record in records)
+    routes = ", ".join(sorted({record["route"] or record["action"] for record in records}))
+    checks.holds(
+        f"/stats shows the route of {kind} prompts",
+        len(records) == right == NUM_REQUESTS,
+        f"{NUM_REQUESTS}",
+        f"{right} ({routes})",
+    )
+
+
+async def _ask_all(target: Target, first: int, tokens: int) -> Sequence[Answer]:
+    """Return the final answers to different prompts that are sent at once."""
+    tries = await asyncio.gather(
+        *(
+            target.client.obey(target.model, target.prompt(first + number, tokens), ANSWER_TOKENS)
+            for number in range(NUM_REQUESTS)
+        )
+    )
+    return [answers[-1] for answers in tries]
+
+
+def _p95(answers: Sequence[Answer]) -> float:
+    return statistics.quantiles([answer.seconds for answer in answers], n=20)[-1]

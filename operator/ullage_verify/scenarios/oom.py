@@ -1,0 +1,235 @@
+"""Requests that end engines elsewhere: do the streams of other clients notice?"""
+
+import asyncio
+import base64
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ullage_verify.bystanders import bystanders, expected_texts
+from ullage_verify.client import Answer
+from ullage_verify.criteria import Checks
+from ullage_verify.scenarios.settings import Settings
+from ullage_verify.target import Target
+
+LARGE_PROMPT_TOKENS = 12_000
+LARGE_ANSWER_TOKENS = 1_000
+"""Scenario 1 of the requirements: four such requests at once."""
+NUM_LARGE = 4
+MAX_GAP_S = 30.0
+"""Longest pause that other clients' streams may have."""
+BACK_WITHIN_S = 30.0
+"""Time in which a new request must be answered, and memory be free again."""
+REFUSED_WITHIN_S = 10.0
+"""Time in which a request that never fits must be refused."""
+NUM_LONG_ANSWERS = 24
+NUM_UNIQUE = 120
+NUM_AT_ONCE = 8
+NUM_CHOICES = 64
+GROWTH_SHARE = 0.05
+"""Largest share of the free memory that a run may lose."""
+IMAGE_SIDE = 8_192
+NUM_IMAGES = 4
+SCHEMA_DEPTH = 400
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, or many, that ended some engine in the field."""
+
+    name: str
+    report: str
+    """Public report of the failure, as project#number. Empty for a case without one."""
+    provoke: Callable[[Target], Awaitable[Sequence[Answer]]]
+    must_refuse: bool = False
+    """Whether the request can never be served, so that only a refusal is right."""
+
+
+async def full_context(target: Target) -> Sequence[Answer]:
+    prompt = target.prompt(1, target.usable - 16)
+    return [await target.client.chat(target.model, prompt, 16)]
+
+
+async def too_long(target: Target) -> Sequence[Answer]:
+    prompt = target.prompt(2, 2 * target.context)
+    return [await target.client.chat(target.model, prompt, 16)]
+
+
+async def prompt_logprobs(target: Target) -> Sequence[Answer]:
+    text = target.prompt(3, target.usable * 3 // 4)[0]["content"]
+    body = {"model": target.model, "prompt": text, "max_tokens": 1, "prompt_logprobs": 20}
+    echo = {"model": target.model, "prompt": text, "max_tokens": 1, "echo": True, "logprobs": 5}
+    return [
+        await target.client.post("completions", body),
+        await target.client.post("completions", echo),
+    ]
+
+
+async def adapters(target: Target) -> Sequence[Answer]:
+    prompt = target.prompt(4, target.usable - 16)
+    return await asyncio.gather(*(target.client.chat(name, prompt, 16) for name in target.adapters))
+
+
+async def images(target: Target) -> Sequence[Answer]:
+    url = await asyncio.to_thread(_blank_png, IMAGE_SIDE)  # the other streams must not wait for it
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    text = {"type": "text", "text": "What is this?"}
+    messages = [{"role": "user", "content": [text, *[picture] * NUM_IMAGES]}]
+    return [await target.client.chat(target.model, messages, 16)]
+
+
+async def long_answers(target: Target) -> Sequence[Answer]:
+    tokens = min(512, target.usable // 4)
+    requests = (
+        target.client.chat(target.model, target.prompt(100 + number, 64), tokens, ignore_eos=True)
+        for number in range(NUM_LONG_ANSWERS)
+    )
+    return await asyncio.gather(*requests)
+
+
+async def choices(target: Target) -> Sequence[Answer]:
+    prompt = target.prompt(5, target.usable // 2)
+    fields: dict[str, Any] = {"n": NUM_CHOICES, "temperature": 1.0}
+    return [await target.client.chat(target.model, prompt, 64, **fields)]
+
+
+async def unique_prompts(target: Target) -> Sequence[Answer]:
+    numbers = iter(range(1_000, 1_000 + NUM_UNIQUE))
+    answers: list[Answer] = []
+
+    async def ask() -> None:
+        for number in numbers:
+            prompt = target.prompt(number, min(256, target.usable // 4))
+            answers.append(await target.client.chat(target.model, prompt, 4))
+
+    await asyncio.gather(*(ask() for _ in range(NUM_AT_ONCE)))
+    return answers
+
+
+async def deep_schema(target: Target) -> Sequence[Answer]:
+    wanted = {"name": "deep", "schema": _deep_schema(SCHEMA_DEPTH)}
+    fields: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": wanted}}
+    return [await target.client.chat(target.model, target.prompt(6, 64), 32, **fields)]
+
+
+CASES = (
+    Case("a prompt that fills the context", "vllm#52871", full_context),
+    Case("a prompt that never fits", "ollama#16830", too_long, must_refuse=True),
+    Case("log-probabilities of a long prompt", "vllm#14239", prompt_logprobs),
+    Case("a long prompt to each adapter", "vllm#15039", adapters),
+    Case("images of 8192 x 8192", "vllm#48469", images),
+    Case("many long answers at once", "vllm#25538", long_answers),
+    Case("64 answers to a long prompt", "", choices),
+    Case("a stream of unique prompts", "llama.cpp#23181", unique_prompts),
+    Case("a schema of 400 levels", "", deep_schema),
+)
+
+
+async def run(target: Target, settings: Settings, checks: Checks) -> None:
+    """Send large requests and each case beside three streams, and check what others see."""
+    before = await _headroom(target)
+    await _large_prompts(target, checks)
+
+    expected = await expected_texts(target)
+    for case in CASES:
+        if case.provoke is adapters and not target.adapters:
+            checks.skip(case.name, "the server lists no adapters")
+            continue
+        settings.progress(case.name)
+        async with bystanders(target, expected) as crowd:
+            answers = await case.provoke(target)
+        _check_statuses(checks, case, answers)
+        crowd.check(checks, case.name, MAX_GAP_S)
+
+        hello = await target.client.chat(target.model, target.prompt(7, 16), 4)
+        checks.holds(f"{case.name}: a new request afterwards", hello.is_whole, "200", hello.outcome)
+        if not hello.is_whole and not hello.is_refused:
+            checks.skip("all later cases", "the server no longer answers")
+            return
+
+    await _memory_returns(target, checks, before)
+
+
+async def _large_prompts(target: Target, checks: Checks) -> None:
+    """Scenario 1: prompts of 12,000 tokens, four at once, each with an answer of 1,000."""
+    answer_tokens = min(LARGE_ANSWER_TOKENS, target.usable // 8)
+    prompt_tokens = min(LARGE_PROMPT_TOKENS, target.usable - answer_tokens)
+    requests = (
+        target.client.chat(
+            target.model, target.prompt(number, prompt_tokens), answer_tokens, ignore_eos=True
+        )
+        for number in range(NUM_LARGE)
+    )
+    answers = await asyncio.gather(*requests)
+    name = f"{NUM_LARGE} x {prompt_tokens} tokens at once, {answer_tokens} in each answer"
+    statuses = {answer.outcome for answer in answers}
+    checks.holds(name, statuses <= {"200", "429"}, "200 or 429 only", _counted(answers))
+
+
+def _check_statuses(checks: Checks, case: Case, answers: Sequence[Answer]) -> None:
+    name = f"{case.name}: the answer"
+    is_orderly = all(a.is_whole or 400 <= a.status < 500 or a.status == 503 for a in answers)
+    if not case.must_refuse:
+        checks.holds(name, is_orderly, "200, 4xx or 503", _counted(answers))
+        return
+    (answer,) = answers
+    checks.holds(name, 400 <= answer.status < 500, "4xx", _counted(answers))
+    checks.at_most(f"{case.name}: time to the refusal", answer.seconds, REFUSED_WITHIN_S)
+
+
+async def _memory_returns(target: Target, checks: Checks, before: float | None) -> None:
+    name = "free memory returns to its start value"
+    if not before:
+        checks.skip(name, "the server does not report its free memory (/stats)")
+        return
+    for _ in range(int(BACK_WITHIN_S)):
+        share = (await _headroom(target) or 0.0) / before
+        if share >= 1 - GROWTH_SHARE:
+            break
+        await asyncio.sleep(1.0)
+    checks.at_least(name, share, 1 - GROWTH_SHARE, "of it")
+
+
+async def _headroom(target: Target) -> float | None:
+    """Return the free KV bytes of all engines, or None if the server does not report them."""
+    stats = await target.stats()
+    return sum(engine.get("headroom_bytes", 0) for engine in stats.get("engines", ())) or None
+
+
+def _counted(answers: Sequence[Answer]) -> str:
+    counts = sorted(Counter(answer.outcome for answer in answers).items())
+    if len(answers) == 1:
+        return counts[0][0]
+    return ", ".join(f"{count} x {outcome}" for outcome, count in counts) or "none"
+
+
+def _deep_schema(depth: int) -> dict[str, object]:
+    """Return a schema in which each level has two properties of the next level's type."""
+    levels: dict[str, object] = {
+        f"level{number}": {
+            "type": "object",
+            "properties": {
+                name: {"$ref": f"#/$defs/level{number + 1}"} for name in ("left", "right")
+            },
+            "required": ["left"],
+        }
+        for number in range(depth)
+    }
+    levels[f"level{depth}"] = {"type": "string"}
+    return {"$ref": "#/$defs/level0", "$defs": levels}
+
+
+def _blank_png(side: int) -> str:
+    """Return a data URL of a white square, which is small until it is decoded."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    pixels = zlib.compress((b"\0" + b"\xff" * side) * side, 9)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels)
+    return "data:image/png;base64," + base64.b64encode(png + chunk(b"IEND", b"")).decode()

@@ -1,0 +1,79 @@
+"""More requests than the server can carry: are they refused in time, and told when to return?"""
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from ullage_verify.client import Answer
+from ullage_verify.criteria import Checks
+from ullage_verify.scenarios.settings import Settings
+from ullage_verify.target import Target
+
+NUM_REQUESTS = 60
+PROMPT_TOKENS = 600
+ANSWER_TOKENS = 48
+TTFT_P95_S = 7.0
+"""The objective for accepted requests."""
+SECOND_TRY_SHARE = 0.9
+"""Share of refused requests that must be accepted when they return as told."""
+BACK_WITHIN_S = 30.0
+MAX_RETRY_AFTER_S = 120.0
+
+
+async def run(target: Target, settings: Settings, checks: Checks) -> None:
+    """Send sixty large requests at once. Refused clients come back when the server says."""
+    settings.progress(f"{NUM_REQUESTS} requests at once")
+    tries = await asyncio.gather(*(_obey(target, number) for number in range(NUM_REQUESTS)))
+    answers = [answer for each in tries for answer in each]
+
+    statuses = Counter(answer.outcome for answer in answers)
+    seen = ", ".join(f"{count} x {outcome}" for outcome, count in sorted(statuses.items()))
+    checks.holds(
+        "nothing but answers and refusals",
+        all(answer.is_whole or answer.is_refused for answer in answers),
+        "200, 429 or 503",
+        seen,
+    )
+
+    refused = [answer for answer in answers if answer.is_refused]
+    timed = [a for a in refused if a.retry_after_s and a.retry_after_s <= MAX_RETRY_AFTER_S]
+    checks.holds(
+        "every refusal says when to return",
+        len(timed) == len(refused),
+        f"{len(refused)}",
+        f"{len(timed)}",
+    )
+    _check_second_tries(checks, tries)
+
+    whole = [answer for answer in answers if answer.is_whole]
+    served = sum(each[-1].is_whole for each in tries)
+    checks.holds(
+        "every client is served in the end", served == NUM_REQUESTS, f"{NUM_REQUESTS}", f"{served}"
+    )
+    if len(whole) > 1:
+        ttft = statistics.quantiles([answer.ttft_s for answer in whole], n=20)[-1]
+        checks.at_most("p95 of the first token of accepted requests", ttft, TTFT_P95_S)
+
+    began = time.monotonic()
+    hello = await target.client.chat(target.model, target.prompt(13, 16), 4)
+    checks.holds("a new client afterwards", hello.is_whole, "200", hello.outcome)
+    checks.at_most("time of its answer", time.monotonic() - began, BACK_WITHIN_S)
+
+
+async def _obey(target: Target, number: int) -> Sequence[Answer]:
+    tokens = min(PROMPT_TOKENS, target.usable // 3)
+    prompt = target.prompt(6_000 + number, tokens)
+    return await target.client.obey(target.model, prompt, ANSWER_TOKENS, ignore_eos=True)
+
+
+def _check_second_tries(checks: Checks, tries: Sequence[Sequence[Answer]]) -> None:
+    name = "refused clients are accepted when they return"
+    returned = [each for each in tries if len(each) > 1]
+    if not returned:
+        checks.skip(name, "nobody was refused")
+        return
+    share = sum(each[1].is_whole for each in returned) / len(returned)
+    checks.at_least(name, share, SECOND_TRY_SHARE)
+    checks.figures["tries"] = Counter(len(each) for each in tries)

@@ -1,0 +1,142 @@
+"""Conversations of mixed length for a long time: no failure, no slow answer, no growth."""
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ullage_verify.client import Answer
+from ullage_verify.criteria import Checks
+from ullage_verify.scenarios.settings import Settings
+from ullage_verify.target import Target
+
+NUM_SESSIONS = 4
+TURN_TOKENS = (30, 100, 400, 1_000)
+ANSWER_TOKENS = (16, 64, 128)
+FULL_SHARE = 0.6
+"""Share of the context after which a conversation ends and another begins."""
+MAX_MEMORY_SHARE = 0.85
+P95_S = 20.0
+MAX_GROWTH_SHARE = 0.05
+SAMPLE_S = 2.0
+WARM_UP_SHARE = 0.25
+"""Share of the run whose samples do not count, because caches fill."""
+MIN_SAMPLES = 12
+RESIDENT_METRICS = ("process_resident_memory_bytes",)
+MIB = 1 << 20
+
+
+@dataclass
+class Progress:
+    """The answers and samples so far."""
+
+    ends_at: float
+    answers: list[Answer] = field(default_factory=list)
+    resident: list[float] = field(default_factory=list)
+    """Resident memory of the server, bytes."""
+    used_share: list[float] = field(default_factory=list)
+    """Largest share of a device's memory that an engine has allocated."""
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.ends_at
+
+
+async def run(target: Target, settings: Settings, checks: Checks) -> None:
+    """Keep four conversations going, sample the server's memory, and check both."""
+    progress = Progress(time.monotonic() + 60 * settings.minutes)
+    async with asyncio.TaskGroup() as group:
+        sampler = group.create_task(_sample(target, settings, progress))
+        sessions = [
+            group.create_task(_converse(target, progress, number)) for number in range(NUM_SESSIONS)
+        ]
+        await asyncio.wait(sessions)
+        sampler.cancel()
+
+    answers = [answer for answer in progress.answers if not answer.is_refused]
+    failed = [answer for answer in answers if not answer.is_whole]
+    checks.holds(
+        f"every answer of {settings.minutes:g} minutes ends well",
+        bool(answers) and not failed,
+        "all",
+        f"{len(answers) - len(failed)} of {len(answers)}"
+        + (f" ({failed[0].error[:80]})" if failed else ""),
+    )
+    times = [answer.seconds for answer in answers] or [0.0, 0.0]
+    checks.at_most("p95 of all answers", statistics.quantiles([*times, times[0]], n=20)[-1], P95_S)
+    _check_growth(checks, progress.resident)
+    if progress.used_share:
+        checks.at_most(
+            "allocated share of the device's memory", max(progress.used_share), MAX_MEMORY_SHARE, ""
+        )
+    else:
+        checks.skip(
+            "allocated share of the device's memory", "the server does not report it (/stats)"
+        )
+    checks.figures["answers"] = len(answers)
+    checks.figures["refused"] = len(progress.answers) - len(answers)
+
+
+async def _converse(target: Target, progress: Progress, number: int) -> None:
+    """Continue one conversation after the other until the run is over."""
+    chooser = random.Random(number)
+    for conversation in itertools.count():
+        messages: list[dict[str, str]] = []
+        tokens = 0
+        while tokens < FULL_SHARE * target.context:
+            if progress.is_over:
+                return
+            turn = min(chooser.choice(TURN_TOKENS), target.usable // 4)
+            prompt_number = 10_000 + 1_000 * number + 100 * conversation + len(messages)
+            messages.append(dict(target.prompt(prompt_number, turn)[0]))
+            answer = await target.client.chat(
+                target.model, messages, chooser.choice(ANSWER_TOKENS), user=f"session-{number}"
+            )
+            progress.answers.append(answer)
+            if answer.is_refused:
+                messages.pop()
+                await asyncio.sleep(answer.retry_after_s or 1.0)
+                continue
+            messages.append({"role": "assistant", "content": answer.text or "-"})
+            tokens = answer.prompt_tokens + answer.output_tokens
+
+
+async def _sample(target: Target, settings: Settings, progress: Progress) -> None:
+    started = time.monotonic()
+    while True:
+        if settings.processes:
+            progress.resident.append(settings.processes.resident_bytes())
+        elif (resident := await target.metric(*RESIDENT_METRICS)) is not None:
+            progress.resident.append(resident)
+
+        shares = [
+            sum(line["allocated_bytes"] for line in engine["ledger"]) / engine["total_bytes"]
+            for engine in (await target.stats()).get("engines", ())
+            if engine.get("total_bytes")
+        ]
+        if shares:
+            progress.used_share.append(max(shares))
+
+        seconds = time.monotonic() - started
+        settings.progress(
+            f"{seconds:.0f} of {60 * settings.minutes:.0f} s, {len(progress.answers)} answers"
+        )
+        await asyncio.sleep(SAMPLE_S)
+
+
+def _check_growth(checks: Checks, resident: Sequence[float]) -> None:
+    """Compare the memory of the run's last quarter with the first quarter after the warm-up."""
+    name = "growth of the server's memory"
+    counted = resident[int(WARM_UP_SHARE * len(resident)) :]
+    if len(counted) < MIN_SAMPLES:
+        reason = "the run is too short" if resident else "give --pid, or serve the metric"
+        checks.skip(name, f"{reason} ({RESIDENT_METRICS[0]})" if not resident else reason)
+        return
+    part = len(counted) // 4
+    early = statistics.median(counted[:part])
+    late = statistics.median(counted[-part:])
+    checks.figures["resident_mib"] = [round(value / MIB) for value in resident]
+    checks.at_most(name, late / early - 1, MAX_GROWTH_SHARE, "of its size")

@@ -1,0 +1,124 @@
+"""`ullage verify` against a real service: a small random model with a context of 16,384 tokens."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from ullage_testing.small_models import SOURCE, make_llama
+
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.tokenizer.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    Service = Any
+
+CONTEXT = 16_384
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
+"""Bytes of one token's KV: keys and values of two layers with two heads of 16 floats."""
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+TIMEOUT_S = 600
+
+
+@pytest.fixture(scope="module")
+def service(
+    start_service: Callable[[Path], "Service"], tmp_path_factory: pytest.TempPathFactory
+) -> "Service":
+    """A service whose large pool holds two requests of 12,000 tokens, and not four."""
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(
+        folder,
+        vocab_size=49_152,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+    )
+    tokenizer = load_tokenizer(resolve_source(SOURCE).path)
+    (folder / "tokenizer.json").write_bytes(tokenizer.json_bytes)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    document = {
+        "apiVersion": "serving.ullage.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": "small"},
+        "spec": {
+            "model": {
+                "source": f"file://{folder}",
+                "name": "small",
+                "maxModelLen": CONTEXT,
+                "dtype": "Float32",
+            },
+            "device": "CPU",
+            "allowFaultInjection": True,
+            "router": {"replicas": 1},
+            "pools": {
+                "single": {"gpus": 1, "memory": {"maxKV": 16_000 * TOKEN_BYTES}},
+                "large": {
+                    "role": "Large",
+                    "gpus": 1,
+                    "parallelism": {"tensor": 1, "pipeline": 1},
+                    "memory": {"maxKV": 30_000 * TOKEN_BYTES},
+                },
+            },
+            "memory": {"deviceBytes": "1500Mi", "safetyReserve": "32Mi"},
+            "slo": {"ttftP95": "60s", "e2eP95": "120s"},
+        },
+    }
+    path = tmp_path_factory.mktemp("manifest") / "small.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return start_service(path)
+
+
+def verify(service: "Service", folder: Path, scenario: str, *options: str) -> dict[str, Any]:
+    """Run the command, and return its report. Nothing may have failed."""
+    path = folder / "report.json"
+    command = [sys.executable, "-m", "ullage_cli.main", "verify", scenario, service.http_url]
+    done = subprocess.run(
+        [*command, "--json", str(path), *options], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(path.read_text()))
+
+
+def test_streams(service: "Service", tmp_path: Path) -> None:
+    report = verify(service, tmp_path, "streams")
+    assert (report["passed"], report["skipped"]) == (7, 0)
+
+
+def test_faults_hit_the_process_that_has_the_streams(service: "Service", tmp_path: Path) -> None:
+    before = restarts(service)
+    report = verify(service, tmp_path, "inject", "--pid", str(service.process.pid))
+    assert report["failed"] == 0
+    assert {each["name"] for each in report["criteria"]} >= {
+        "SIGKILL of the busiest process: the same words",
+        "SIGSTOP of the busiest process: the same words",
+    }
+    assert restarts(service) >= before + 5
+
+
+def restarts(service: "Service") -> int:
+    """Return how often the service's engines have replaced their workers."""
+    with urllib.request.urlopen(f"{service.http_url}/stats", timeout=10) as response:
+        stats = json.load(response)
+    return sum(engine["worker_restarts"] for engine in stats["engines"])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(TIMEOUT_S)
+def test_everything(service: "Service", tmp_path: Path) -> None:
+    """Among it four prompts of 12,000 tokens at once, with 1,000 tokens in each answer."""
+    report = verify(service, tmp_path, "all", "--minutes", "0.5")
+    names = {each["name"]: each for each in report["criteria"]}
+    assert "4 x 12000 tokens at once, 1000 in each answer" in names
+    assert names["/stats shows the route of large prompts"]["verdict"] == "passed"
+    skipped = {name for name, each in names.items() if each["verdict"] == "skipped"}
+    assert skipped <= {
+        "a long prompt to each adapter",
+        "faults",
+        "refused clients are accepted when they return",
+    }

@@ -1,0 +1,105 @@
+"""The client records status, text, gaps and failures as they come over a real socket."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ullage_verify.client import Answer, Client
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+FIRST = 'data: {"choices": [{"delta": {"content": "schön "}}]}\n\n'.encode()
+SECOND = b'data: {"choices": [{"delta": {"content": "day"}}]}\n\n'
+END = (
+    b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}], '
+    b'"usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\ndata: [DONE]\n\n'
+)
+
+Send = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+def answer_to(send: Send, silence_s: float = 5.0) -> Answer:
+    """Return what the client records of a server that sends these bytes."""
+
+    async def scenario() -> Answer:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            try:
+                await send(writer)
+            except ConnectionError:
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        async with server, Client(f"http://{host}:{port}/v1/", silence_s=silence_s) as client:
+            return await client.chat("m", [{"role": "user", "content": "Hi"}], 8)
+
+    return asyncio.run(scenario())
+
+
+def sending(*parts: bytes, pause_s: float = 0.0) -> Send:
+    async def send(writer: asyncio.StreamWriter) -> None:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+
+    return send
+
+
+@given(st.lists(st.integers(1, 200), max_size=8))
+def test_a_stream_is_read_whatever_its_pieces_are(cuts: list[int]) -> None:
+    whole = HEAD + b": keep-alive\n\n" + FIRST + SECOND + END
+    places = sorted({min(cut, len(whole)) for cut in cuts})
+    parts = [whole[a:b] for a, b in zip([0, *places], [*places, len(whole)], strict=True)]
+    answer = answer_to(sending(*parts))
+    assert (answer.outcome, answer.text, answer.finish_reason) == ("200", "schön day", "stop")
+    assert (answer.prompt_tokens, answer.output_tokens, answer.num_pieces) == (3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("parts", "outcome", "words"),
+    [
+        ([HEAD + FIRST], "broken", "without a finish reason"),
+        ([HEAD + FIRST + b"data: [DONE]\n\n"], "broken", "without a finish reason"),
+        ([HEAD + b'data: {"error": {"message": "no memory"}}\n\n' + END], "broken", "no memory"),
+        ([HEAD + b"data: {nonsense\n\n"], "broken", "broken off"),
+        ([b"HTTP/1.1 500 Oh\r\ncontent-length: 3\r\n\r\nbad"], "500", "bad"),
+        ([], "broken", "broken off"),
+    ],
+)
+def test_failures(parts: list[bytes], outcome: str, words: str) -> None:
+    answer = answer_to(sending(*parts))
+    assert answer.outcome == outcome
+    assert words in answer.error
+    assert not answer.is_whole
+
+
+def test_silence_counts_as_a_gap() -> None:
+    answer = answer_to(sending(HEAD + FIRST, b"", pause_s=5.0), silence_s=0.3)
+    assert answer.outcome == "silent"
+    assert answer.longest_gap_s >= 0.3
+
+
+def test_the_longest_gap_is_between_two_texts() -> None:
+    answer = answer_to(sending(HEAD + FIRST, SECOND, END, pause_s=0.2))
+    assert 0.15 < answer.longest_gap_s < 2.0
+    assert answer.ttft_s < answer.seconds
+
+
+def test_a_refusal_says_when_to_return() -> None:
+    head = b"HTTP/1.1 429 Later\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n"
+    answer = answer_to(sending(head))
+    assert (answer.is_refused, answer.retry_after_s) == (True, 7.0)
+
+
+def test_nobody_answers() -> None:
+    async def scenario() -> Answer:
+        async with Client("http://127.0.0.1:9") as client:
+            return await client.chat("m", [], 1)
+
+    assert asyncio.run(scenario()).outcome == "broken"

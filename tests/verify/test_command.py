@@ -1,0 +1,109 @@
+"""`ullage verify` from the command line to its reports and exit statuses."""
+
+import asyncio
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ullage_cli.main import main
+from ullage_verify import report as reports
+from ullage_verify.criteria import Criterion
+from ullage_verify.run import SCENARIOS, Report
+from ullage_verify.scenarios import streams
+
+Fake = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "SLOW_READ_S", 0.01)
+
+
+def verify(fake_server: Fake, *arguments: str, **behaviour: Any) -> int:
+    """Run the command against a server of this behaviour, and return its status."""
+
+    async def scenario() -> int:
+        async with fake_server(**behaviour) as server:
+            words = [server.url if word == "URL" else word for word in arguments]
+            return await asyncio.to_thread(main, ["verify", *words])
+
+    return asyncio.run(scenario())
+
+
+@pytest.fixture(autouse=True)
+def in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command runs in a thread here, which cannot handle signals."""
+    monkeypatch.setattr("ullage_cli.verify.signal.signal", lambda *_: None)
+
+
+def test_reports(fake_server: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [f"--{form}={tmp_path / form}" for form in ("json", "markdown", "svg")]
+    assert verify(fake_server, "streams", "URL", *files) == 0
+    out = capsys.readouterr().out
+    assert "fake, 600 tokens of context" in out
+    assert "✓ every stream ends with a finish reason: " in out
+    assert out.splitlines()[-1].startswith("7 passed, 0 failed, 0 skipped in ")
+
+    document = json.loads((tmp_path / "json").read_text())
+    assert (document["passed"], document["failed"], document["context"]) == (7, 0, 600)
+    assert {each["scenario"] for each in document["criteria"]} == {"streams"}
+    assert len((tmp_path / "markdown").read_text().splitlines()) == 2 + 7
+    ElementTree.fromstring((tmp_path / "svg").read_text())
+
+
+def test_a_failure_is_status_1(fake_server: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(fake_server, "streams", "URL", keeps_vanished=True) == 1
+    assert "✗ requests of vanished clients end: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "behaviour", "error"),
+    [
+        (["http://127.0.0.1:9"], {}, "http://127.0.0.1:9/v1/models: no list of models; check"),
+        (["chat"], {}, "'chat' is not a URL; give http://HOST:PORT, or an LLMService with"),
+        (["URL", "--model", "gpt"], {}, "--model 'gpt': the server has fake"),
+        (["URL"], {"states_context": False}, "does not state its context; give it with --context"),
+        (["URL", "--pid", "4194304"], {}, "--pid 4194304: no such process"),
+        (["URL", "--pod", "chat-0"], {}, "--pod needs --namespace"),
+        (["URL"], {"max_running": 0}, "a short request failed (429)"),
+        (["URL", "--svg", "/nonexistent/a"], {}, "/nonexistent/a: No such file"),
+    ],
+)
+def test_errors_are_status_2(
+    fake_server: Fake,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    behaviour: dict[str, Any],
+    error: str,
+) -> None:
+    assert verify(fake_server, "streams", *arguments, **behaviour) == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--minutes=0", "--minutes=2000", "--pid=0", "--context=-1"])
+def test_wrong_options(option: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "soak", "http://127.0.0.1:9", option])
+
+
+def test_a_server_without_models_pages_is_described_by_an_option(fake_server: Fake) -> None:
+    options = ["streams", "URL", "--context", "500"]
+    assert verify(fake_server, *options, states_context=False, serves_stats=False) == 0
+
+
+def test_every_scenario_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in SCENARIOS)
+
+
+def test_the_table_has_no_stray_bars() -> None:
+    criterion = Criterion("s", "a | b", "≤ 1", "x|y", "failed")
+    report = Report("u", "m", 1, [criterion], {}, 1.0)
+    assert reports.as_markdown(report).splitlines()[-1] == "| s | a / b | ≤ 1 | x/y | ✗ |"
+    assert report.num_failed == 1

@@ -1,0 +1,195 @@
+"""Each scenario passes on a good server, and fails by name on one with the fault it looks for."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ullage_verify.criteria import Checks, Criterion
+from ullage_verify.run import SCENARIOS
+from ullage_verify.scenarios import inject, soak, streams
+from ullage_verify.scenarios.settings import Settings
+from ullage_verify.target import Target
+
+Checked = Callable[..., list[Criterion]]
+
+
+def scenario(name: str, **settings: Any) -> Callable[..., Any]:
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        options = {"large_tokens": 300, "minutes": 0.04, **settings}
+        await SCENARIOS[name](target, Settings(**options), checks)
+
+    return check
+
+
+def failed(criteria: list[Criterion]) -> list[str]:
+    return [criterion.name for criterion in criteria if criterion.verdict == "failed"]
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the pauses that only a real server needs."""
+    monkeypatch.setattr(soak, "SAMPLE_S", 0.1)
+    monkeypatch.setattr(streams, "SLOW_READ_S", 0.01)
+    monkeypatch.setattr(streams, "FREE_WITHIN_S", 1.0)
+    monkeypatch.setattr(inject, "SETTLE_S", 0.0)
+    monkeypatch.setattr(inject, "PATIENCE_S", 1.0)
+
+
+@pytest.mark.parametrize("name", ["streams", "overload", "oom", "large", "soak"])
+def test_a_good_server_passes(checked: Checked, name: str) -> None:
+    criteria = checked(scenario(name))
+    assert failed(criteria) == []
+    assert any(criterion.verdict == "passed" for criterion in criteria)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "name"),
+    [
+        ({"drops_streams": True, "max_running": 99}, "every stream ends with a finish reason"),
+        ({"lies_about_usage": True}, "every stream's usage has its tokens"),
+        ({"is_forgetful": True}, "a stream has the text of the plain answer"),
+        ({"keeps_vanished": True}, "requests of vanished clients end"),
+    ],
+)
+def test_streams(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
+    assert name in failed(checked(probed(scenario("streams"), **behaviour)))
+
+
+def probed(check: Callable[..., Any], **behaviour: Any) -> Callable[..., Any]:
+    """Change the behaviour only after the server has described itself."""
+
+    async def run(target: Target, server: Any, checks: Checks) -> None:
+        for name, value in behaviour.items():
+            setattr(server.behaviour, name, value)
+        await check(target, server, checks)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "name"),
+    [
+        ({"refusal": 500}, "nothing but answers and refusals"),
+        ({"retry_after": ""}, "every refusal says when to return"),
+        ({"retry_after": "9999"}, "every refusal says when to return"),
+        ({"max_running": 0}, "every client is served in the end"),
+        ({"max_running": 1}, "refused clients are accepted when they return"),
+    ],
+)
+def test_overload(
+    checked: Checked, behaviour: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds, *rest: waits(min(seconds, 0.05), *rest))
+    assert name in failed(checked(probed(scenario("overload"), **behaviour)))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "name"),
+    [
+        ({"fails_long_prompts_with": 500}, "a prompt that fills the context: the answer"),
+        ({"accepts_everything": True}, "a prompt that never fits: the answer"),
+        ({"drops_streams": True}, "a prompt that fills the context: streams of others end well"),
+        ({"changes_words_after": 30}, "a stream of unique prompts: the same words"),
+        (
+            {"dies_of_logprobs": True},
+            "log-probabilities of a long prompt: a new request afterwards",
+        ),
+        ({"leaked_bytes": 1}, "free memory returns to its start value"),
+    ],
+)
+def test_oom(
+    checked: Checked, behaviour: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_verify.scenarios.oom.BACK_WITHIN_S", 1.0)
+    assert name in failed(checked(probed(scenario("oom"), **behaviour)))
+
+
+def test_oom_sends_long_prompts_to_each_adapter(checked: Checked) -> None:
+    criteria = checked(scenario("oom"), adapters=("a", "b"))
+    assert "a long prompt to each adapter: the answer" in {each.name for each in criteria}
+    assert failed(criteria) == []
+
+
+def test_oom_compares_no_words_of_a_server_that_does_not_repeat_itself(checked: Checked) -> None:
+    criteria = checked(probed(scenario("oom"), is_forgetful=True))
+    words = [each for each in criteria if each.name.endswith("the same words")]
+    assert {each.verdict for each in words} == {"skipped"}
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "name"),
+    [
+        ({"large_route": "single"}, "/stats shows the route of large prompts"),
+        ({"large_tokens": 5}, "/stats shows the route of small prompts"),
+        ({"fails_long_prompts_with": 503}, "large prompts are answered"),
+    ],
+)
+def test_large(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
+    assert name in failed(checked(probed(scenario("large"), **behaviour)))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ({"has_large_pool": False}, "the service has no pool for large requests"),
+        ({"serves_stats": False}, "the server has no /stats"),
+    ],
+)
+def test_large_is_skipped(checked: Checked, behaviour: dict[str, Any], reason: str) -> None:
+    (criterion,) = checked(scenario("large"), **behaviour)
+    assert (criterion.verdict, criterion.seen) == ("skipped", reason)
+
+
+def test_large_is_skipped_where_the_context_is_too_small(checked: Checked) -> None:
+    (criterion,) = checked(scenario("large", large_tokens=9_000))
+    assert criterion.seen == "the context has 600 tokens, below --large-tokens 9000"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "name"),
+    [
+        ({"drops_streams": True}, "every answer of 0.04 minutes ends well"),
+        ({"grows_bytes": 1 << 20}, "growth of the server's memory"),
+        ({"leaked_bytes": 10}, "allocated share of the device's memory"),
+    ],
+)
+def test_soak(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
+    assert name in failed(checked(probed(scenario("soak"), **behaviour)))
+
+
+def faulty(fault: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return the check `inject` with one fault, which is done to the fake server."""
+
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        async def happen() -> None:
+            await asyncio.sleep(0)
+            fault(server)
+
+        await inject.run(target, Settings(faults={"fault": happen}), checks)
+
+    return check
+
+
+def test_inject_without_harm_passes(checked: Checked) -> None:
+    criteria = checked(faulty(lambda server: None))
+    assert failed(criteria) == []
+    assert len(criteria) == 3 + 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (lambda server: setattr(server, "is_hurt", True), "fault: streams of others end well"),
+        (lambda server: server.die(), "fault: time to the next answer"),
+    ],
+)
+def test_inject(checked: Checked, fault: Callable[[Any], Any], name: str) -> None:
+    assert name in failed(checked(faulty(fault)))
+
+
+def test_inject_is_skipped_without_permission(checked: Checked) -> None:
+    (criterion,) = checked(scenario("inject"))
+    assert (criterion.verdict, criterion.name) == ("skipped", "faults")
