@@ -1,25 +1,33 @@
 """Show what clients see if memory runs out, a worker dies or hangs, or a request is excessive.
 
-Each case starts a new server in a control group. Three clients each stream an answer from the
-server. The case happens in the middle of their answers. The table has a row for each case and
-server:
+Each server runs in a control group. Three clients each stream an answer from the server. The case
+happens in the middle of their answers. The table has a row for each case and server:
 
-who caused it  the answer to the request that caused the case
-bystanders     how many of the three streams ended as they do without the case, how many ended
-               with other words, how many broke off, and the longest pause between two words
-afterwards     seconds until the server answered a new request; "dead" if it did not in time
+who caused it  the answers to the requests that caused the case
+bystanders     how many of the three streams ended well, with which words, and the longest pause
+afterwards     seconds until the server answered a new request; "dead" if it did not in time, with
+               what its /health reported then
 
-The cases:
+The cases of requests, with 300 MiB of memory left, are those of `ullage verify oom`:
 
-too-long   a prompt that is longer than the context
-crowd      sixty long requests at once
-kill       SIGKILL to the largest process, which computes the model
-hang       SIGSTOP to the same process
-oom        the kernel kills the largest process, because the group's memory is full
-logprobs   `prompt_logprobs` for a long prompt, with 300 MiB of memory left
+full-context  a prompt that fills the context
+too-long      a prompt that is twice as long as the context
+logprobs      `prompt_logprobs` and `echo` for a long prompt
+images        four images of 8192 x 8192 pixels
+choices       64 answers to a long prompt
+schema        a JSON schema of 400 levels
+long-answers  24 long answers at once
+unique        120 prompts that no cache has seen
+crowd         sixty long requests at once
 
-The other servers are installed in DIR unless they are there, as by `python -m benchmarks compare`.
-Control groups need root.
+The faults:
+
+kill          SIGKILL to the process that computes
+hang          SIGSTOP to the same process
+oom           the kernel kills the largest process, because the group's memory is full
+
+Peers are installed below DIR unless they are there, as by `python -m benchmarks compare`. Control
+groups need root.
 
 examples:
   python -m benchmarks survive .peers
@@ -30,7 +38,7 @@ or a server did not start, 130 interrupted
 """
 
 import asyncio
-import itertools
+import contextlib
 import json
 import os
 import signal
@@ -38,55 +46,42 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import aiohttp
-import psutil
 
 from benchmarks.compare import servers
 from benchmarks.compare.servers import ROOT, Running, Server, running
-from benchmarks.support.load import ServerError, messages
+from benchmarks.support.load import ServerError
 from benchmarks.support.options import new_parser
+from ullage_verify.bystanders import bystanders, expected_texts
+from ullage_verify.client import Answer, Client
 from ullage_verify.memory_limit import MemoryLimit, memory_limit
+from ullage_verify.processes import ServerProcesses
+from ullage_verify.scenarios import oom as requests
+from ullage_verify.target import Target, TargetError, describe
 
 OURS = ("ullage", "ullage+vllm")
 LLAMA_OPTIONS = "-np 16 -c 65536"
-"""Options for sixteen slots of 4096 tokens each."""
-STORIES = ("Why is the sky blue?", "What is gravity?", "Tell me about the sea.")
-STORY_TOKENS = 250
-BEGUN_WORDS = 10
-"""Number of pieces that each stream must receive before the case happens."""
+"""Sixteen slots of 4096 tokens."""
+STREAM_TOKENS = 250
+"""Length of the bystanders' answers, tokens."""
 CROWD = 60
-CROWD_WORDS = 600
-TOO_MANY_WORDS = 20_000
-LOGPROBS_WORDS = 3_000
+CROWD_TOKENS = 600
 LEFT_BYTES = 300 << 20
+"""Memory that a server may still take during a case of requests."""
 ROOM_BYTES = 128 << 20
+"""Memory that is left when the group is filled until the kernel kills."""
 GROUP = f"ullage-survive-{os.getpid()}"
 FAILED = 2
 INTERRUPTED = 130
 TERMINATED = 143
 PATIENCE_S = 150.0
-"""Maximum seconds to wait for a word, or for an answer after the case."""
+"""Longest wait for a word, or for an answer after the case, seconds."""
 
 
 class OptionError(Exception):
     """An option names something that does not exist."""
-
-
-@dataclass
-class Stream:
-    """The answer that one bystander received."""
-
-    text: str = ""
-    pieces: int = 0
-    longest_pause_s: float = 0.0
-    error: str = ""
-    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,201 +92,185 @@ class Outcome:
     case: str
     cause: str
     whole: int
-    other_words: int
+    """Number of streams that ended well."""
+    other_words: int | None
+    """Number of whole streams whose words differ from an undisturbed run.
+
+    None if the words of two undisturbed runs differ, too.
+    """
     broken: int
     longest_pause_s: float
     back_s: float | None
+    """Seconds until a new request was answered, or None if that took too long."""
+    health: str = ""
+    """Status of /health of a server that did not come back."""
     errors: list[str] = field(default_factory=list)
 
     @property
     def cells(self) -> list[str]:
-        parts = [f"{self.whole} whole"]
+        words = " with the same words" if self.whole and self.other_words == 0 else ""
+        parts = [f"{self.whole} whole{words}"]
         parts += [f"{self.other_words} with other words"] if self.other_words else []
         parts += [f"{self.broken} broken"] if self.broken else []
         seen = f"{', '.join(parts)}, pause {self.longest_pause_s:.1f} s"
-        back = "dead" if self.back_s is None else f"answers after {self.back_s:.1f} s"
+
+        if self.back_s is None:
+            back = f"dead, /health: {self.health}"
+        else:
+            back = f"answers after {self.back_s:.1f} s"
         return [self.case, self.server, self.cause or "-", seen, back]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A server in the middle of a case."""
+    """A server in its control group, at the moment of a case."""
 
-    session: aiohttp.ClientSession
+    target: Target
     running: Running
-    model: str
     group: MemoryLimit
 
     @property
-    def worker(self) -> psutil.Process:
-        """The process that computes the model."""
-        return max(self.running.family(), key=lambda process: process.memory_info().rss)
+    def processes(self) -> ServerProcesses:
+        return ServerProcesses(self.running.process.pid)
 
-    async def post(self, path: str, **body: Any) -> str:
-        """Send a request, and return the HTTP status of the answer."""
-        url = f"{self.running.url}/v1/{path}"
-        try:
-            async with self.session.post(url, json={"model": self.model, **body}) as response:
-                await response.read()
-                return str(response.status)
-        except TimeoutError:
-            return "silence"
-        except aiohttp.ClientError:
-            return "broken"
+
+Case = Callable[[Scene], Awaitable[Sequence[Answer]]]
 
 
 # --- The cases ---
 
 
-async def too_long(scene: Scene) -> str:
-    prompt = messages(1, TOO_MANY_WORDS)
-    return await scene.post("chat/completions", messages=prompt, max_tokens=16)
+def of_requests(provoke: Callable[[Target], Awaitable[Sequence[Answer]]]) -> Case:
+    """Return the case in which a client sends these requests while little memory is left."""
+
+    async def case(scene: Scene) -> Sequence[Answer]:
+        scene.group.allow(LEFT_BYTES)
+        return await provoke(scene.target)
+
+    return case
 
 
-async def crowd(scene: Scene) -> str:
-    requests = [
-        scene.post("chat/completions", messages=messages(number, CROWD_WORDS), max_tokens=32)
+async def crowd(target: Target) -> Sequence[Answer]:
+    tokens = min(CROWD_TOKENS, target.usable // 3)
+    asked = (
+        target.client.chat(target.model, target.prompt(7_000 + number, tokens), 32)
         for number in range(CROWD)
-    ]
-    statuses = Counter(await asyncio.gather(*requests))
-    return ", ".join(f"{count} of {CROWD}: {status}" for status, count in sorted(statuses.items()))
+    )
+    return await asyncio.gather(*asked)
 
 
-async def kill(scene: Scene) -> str:
-    scene.worker.send_signal(signal.SIGKILL)
-    return ""
+async def kill(scene: Scene) -> Sequence[Answer]:
+    await asyncio.to_thread(scene.processes.send, signal.SIGKILL)
+    return ()
 
 
-async def hang(scene: Scene) -> str:
-    scene.worker.send_signal(signal.SIGSTOP)
-    return ""
+async def hang(scene: Scene) -> Sequence[Answer]:
+    await asyncio.to_thread(scene.processes.send, signal.SIGSTOP)
+    return ()
 
 
-async def oom(scene: Scene) -> str:
+async def oom(scene: Scene) -> Sequence[Answer]:
     scene.group.allow(ROOM_BYTES)
     await asyncio.to_thread(scene.group.kill_largest)
-    return ""
+    return ()
 
 
-async def logprobs(scene: Scene) -> str:
-    scene.group.allow(LEFT_BYTES)
-    prompt = messages(2, LOGPROBS_WORDS)[0]["content"]
-    return await scene.post("completions", prompt=prompt, max_tokens=1, prompt_logprobs=5)
-
-
-CASES: Mapping[str, Callable[[Scene], Awaitable[str]]] = {
-    "too-long": too_long,
-    "crowd": crowd,
-    "kill": kill,
-    "hang": hang,
-    "oom": oom,
-    "logprobs": logprobs,
+FAULTS: Mapping[str, Case] = {"kill": kill, "hang": hang, "oom": oom}
+CASES: Mapping[str, Case] = {
+    "full-context": of_requests(requests.full_context),
+    "too-long": of_requests(requests.too_long),
+    "logprobs": of_requests(requests.prompt_logprobs),
+    "images": of_requests(requests.images),
+    "choices": of_requests(requests.choices),
+    "schema": of_requests(requests.deep_schema),
+    "long-answers": of_requests(requests.long_answers),
+    "unique": of_requests(requests.unique_prompts),
+    "crowd": of_requests(crowd),
+    **FAULTS,
 }
 
 
-# --- The bystanders ---
+# --- A case from beginning to end ---
 
 
-async def follow(scene: Scene, question: str, stream: Stream) -> None:
-    """Stream an answer to its end, or until the stream breaks."""
-    body = {
-        "model": scene.model,
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": STORY_TOKENS,
-        "temperature": 0,
-        "stream": True,
-    }
-    last = time.monotonic()
-    url = f"{scene.running.url}/v1/chat/completions"
-    try:
-        async with scene.session.post(url, json=body) as response:
-            if response.status != 200:
-                stream.error = str(response.status)
-                return
-            async for line in response.content:
-                if line.startswith(b"data: [DONE]"):
-                    stream.is_whole = not stream.error
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line.removeprefix(b"data: "))
-                if "error" in event:
-                    stream.error = json.dumps(event["error"])[:200]
-                for choice in event.get("choices", ()):
-                    if not (text := choice["delta"].get("content")):
-                        continue
-                    now = time.monotonic()
-                    if stream.pieces:
-                        stream.longest_pause_s = max(stream.longest_pause_s, now - last)
-                    last = now
-                    stream.text += text
-                    stream.pieces += 1
-    except TimeoutError:
-        stream.error = "silence"
-        stream.longest_pause_s = max(stream.longest_pause_s, time.monotonic() - last)
-    except (aiohttp.ClientError, json.JSONDecodeError) as error:
-        stream.error = type(error).__name__
-    if not stream.is_whole and not stream.error:
-        stream.error = "the stream ended early"
+async def play(server: Server, case: str, started: Running, group: MemoryLimit) -> Outcome:
+    """Let a case happen in the middle of three answers."""
+    async with Client(started.url, silence_s=PATIENCE_S) as client:
+        target = await describe(client, server.model)
+        expected = await expected_texts(target, STREAM_TOKENS)
+        async with bystanders(target, expected, STREAM_TOKENS) as others:
+            causes = await CASES[case](Scene(target, started, group))
+
+        back_s = await seconds_to_answer(target)
+        health = "" if back_s is not None else await health_of(client)
+
+    other_words = None
+    if expected:
+        texts = zip(others.answers, expected, strict=True)
+        other_words = sum(answer.is_whole and answer.text != text for answer, text in texts)
+    whole = sum(answer.is_whole for answer in others.answers)
+    return Outcome(
+        server=server.name,
+        case=case,
+        cause=counted(causes),
+        whole=whole,
+        other_words=other_words,
+        broken=len(others.answers) - whole,
+        longest_pause_s=round(max(answer.longest_gap_s for answer in others.answers), 2),
+        back_s=None if back_s is None else round(back_s, 1),
+        health=health,
+        errors=[answer.error for answer in others.answers if answer.error],
+    )
 
 
-def has_begun(stream: Stream, follower: asyncio.Task[None]) -> bool:
-    return stream.pieces >= BEGUN_WORDS or follower.done()
-
-
-async def seconds_to_answer(scene: Scene) -> float | None:
-    """Return the seconds until the server answers a new request (None if it does not in time)."""
+async def seconds_to_answer(target: Target) -> float | None:
+    """Return how long the server takes to answer a new request, or None if it is too long."""
     began = time.monotonic()
     while time.monotonic() - began < PATIENCE_S:
-        prompt = [{"role": "user", "content": "Hello"}]
-        status = await scene.post("chat/completions", messages=prompt, max_tokens=4)
-        if status == "200":
+        answer = await target.client.chat(target.model, target.prompt(1, 16), 4)
+        if answer.is_whole:
             return time.monotonic() - began
         await asyncio.sleep(0.2)
     return None
 
 
-async def play(server: Server, case: str, scene: Scene) -> Outcome:
-    """Let a case happen in the middle of the three clients' answers."""
-    expected = [Stream() for _ in STORIES]
-    await asyncio.gather(*map(partial(follow, scene), STORIES, expected))
-
-    seen = [Stream() for _ in STORIES]
-    followers = [
-        asyncio.create_task(follow(scene, story, stream))
-        for story, stream in zip(STORIES, seen, strict=True)
-    ]
-    while not all(map(has_begun, seen, followers)):  # noqa: ASYNC110 - of several streams
-        await asyncio.sleep(0.01)
-
-    cause = await CASES[case](scene)
-    await asyncio.gather(*followers)
-    back_s = await seconds_to_answer(scene)
-
-    whole = [s for s in seen if s.is_whole]
-    same = sum(s.is_whole and s.text == e.text for s, e in zip(seen, expected, strict=True))
-    return Outcome(
-        server=server.name,
-        case=case,
-        cause=cause,
-        whole=same,
-        other_words=len(whole) - same,
-        broken=len(seen) - len(whole),
-        longest_pause_s=round(max(s.longest_pause_s for s in seen), 2),
-        back_s=None if back_s is None else round(back_s, 1),
-        errors=[s.error for s in seen if s.error],
-    )
+async def health_of(client: Client) -> str:
+    """Return "200" if a server that answers no request still calls itself healthy."""
+    return "200" if await client.page("/health") is not None else "not 200"
 
 
-async def run_case(server: Server, case: str, logs: Path) -> Outcome:
-    """Start a server in a control group, let a case happen, and end the server."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE_S)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+def counted(answers: Sequence[Answer]) -> str:
+    counts = Counter(answer.outcome for answer in answers)
+    if len(answers) == 1:
+        return answers[0].outcome
+    return ", ".join(f"{count} of {len(answers)}: {each}" for each, count in sorted(counts.items()))
+
+
+@contextlib.contextmanager
+def in_group(server: Server, logs: Path) -> Iterator[tuple[Running, MemoryLimit]]:
+    """Run a server in a new control group."""
     with memory_limit(GROUP) as group:
         inside = replace(server, command=lambda port: group.inside(server.command(port)))
-        log = logs / f"{server.name}-{case}.log"
-        with running(inside, log) as started:
-            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-                return await play(server, case, Scene(session, started, server.model, group))
+        with running(inside, logs / f"{server.name}-{time.time():.0f}.log") as started:
+            yield started, group
+
+
+def outcomes_of(server: Server, cases: Sequence[str], logs: Path) -> Iterator[Outcome]:
+    """Yield the outcome of each case.
+
+    A server serves one case of requests after the other while it lives. Each fault gets a new
+    server.
+    """
+    left = list(cases)
+    while left:
+        with in_group(server, logs) as (started, group):
+            while left:
+                case = left.pop(0)
+                outcome = asyncio.run(play(server, case, started, group))
+                group.lift()
+                yield outcome
+                if outcome.back_s is None or case in FAULTS:
+                    break
 
 
 # --- The servers ---
@@ -385,16 +364,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = list[Outcome]()
     try:
         with tempfile.TemporaryDirectory(prefix="ullage-survive-") as logs:
-            for name, case in itertools.product(names, cases):
-                outcome = asyncio.run(run_case(SERVERS[name](folder), case, Path(logs)))
-                show(outcome)
-                outcomes.append(outcome)
-                if options.json:
-                    options.json.write_text(json.dumps([asdict(each) for each in outcomes]))
+            for name in names:
+                for outcome in outcomes_of(SERVERS[name](folder), cases, Path(logs)):
+                    show(outcome)
+                    outcomes.append(outcome)
+                    if options.json:
+                        options.json.write_text(json.dumps([asdict(each) for each in outcomes]))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except ServerError as error:
-        print(error, file=sys.stderr)
+    except (ServerError, TargetError) as error:
+        print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)
         return FAILED
     finally:
         if outcomes:

@@ -71,9 +71,13 @@ class MemoryLimit:
             self._origin = self._origin or self._group_of(pid)
             (self._folder / PROCESSES).write_text(str(pid))
 
+    def lift(self) -> None:
+        """Remove the limit."""
+        self._limit.write_text("-1" if self._is_v1 else "max")
+
     def release(self) -> None:
         """Remove the limit, and move the taken processes and their children back."""
-        self._limit.write_text("-1" if self._is_v1 else "max")
+        self.lift()
         if self._origin is None:
             return
         for pid in (self._folder / PROCESSES).read_text().split():

@@ -1,6 +1,5 @@
 """The survival table: what bystanders are said to have seen."""
 
-import asyncio
 import importlib
 import subprocess
 import sys
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.compare.servers import Server
-from benchmarks.support import memory_limit
+
+from ullage_verify import memory_limit
 
 survive = importlib.import_module("benchmarks.survive")
 
@@ -22,22 +22,31 @@ streams = 0
 held = b"1" * (80 << 20)  # more than anything else in the group
 
 class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        page = {"data": [{"id": "smollm2", "max_model_len": 2000}]}
+        self.send_response(200 if self.path in ("/v1/models", "/health") else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps(page).encode())
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         text = json.dumps(body)
-        status = 400 if len(text) > 20_000 or "prompt_logprobs" in body else 200
-        self.send_response(status)
+        is_wrong = len(text) > 20_000 or "prompt_logprobs" in body or body.get("echo")
+        self.send_response(400 if is_wrong else 200)
         self.end_headers()
-        if not body.get("stream"):
+        if is_wrong:
             return
         global streams
-        streams += 1
-        word = "b" if how == "changes" and streams > 3 else "a"
-        for number in range(30):
+        count = min(30, body["max_tokens"])
+        streams += count == 30
+        word = "b" if how == "changes" and streams > 6 else "a"
+        for number in range(count):
             delta = {"choices": [{"delta": {"content": word}}]}
             self.wfile.write(f"data: {json.dumps(delta)}\\n\\n".encode())
             time.sleep(0.03)
-        self.wfile.write(b"data: [DONE]\\n\\n")
+        usage = {"prompt_tokens": len(text.split()), "completion_tokens": count}
+        end = {"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": usage}
+        self.wfile.write(f"data: {json.dumps(end)}\\n\\ndata: [DONE]\\n\\n".encode())
 
     def log_message(self, *arguments):
         pass
@@ -72,19 +81,19 @@ def stand_in(tmp_path: Path, how: str) -> Server:
 @pytest.mark.parametrize(
     ("how", "case", "cells"),
     [
-        ("serves", "too-long", ["400", "3 whole, pause", "answers after"]),
-        ("serves", "crowd", ["60 of 60: 200", "3 whole, pause", "answers after"]),
-        ("serves", "logprobs", ["400", "3 whole, pause", "answers after"]),
-        ("changes", "too-long", ["400", "0 whole, 3 with other words", "answers after"]),
-        ("serves", "kill", ["-", "0 whole, 3 broken", "dead"]),
-        ("serves", "oom", ["-", "0 whole, 3 broken", "dead"]),
-        ("serves", "hang", ["-", "0 whole, 3 broken", "dead"]),
+        ("serves", "too-long", ["400", "3 whole with the same words, pause", "answers after"]),
+        ("serves", "crowd", ["60 of 60: 200", "3 whole with the same", "answers after"]),
+        ("serves", "logprobs", ["2 of 2: 400", "3 whole with the same", "answers after"]),
+        ("changes", "too-long", ["400", "3 whole, 3 with other words", "answers after"]),
+        ("serves", "kill", ["-", "0 whole, 3 broken", "dead, /health: not 200"]),
+        ("serves", "oom", ["-", "0 whole, 3 broken", "dead, /health: not 200"]),
+        ("serves", "hang", ["-", "0 whole, 3 broken", "dead, /health: not 200"]),
     ],
 )
 def test_a_case_tells_what_everybody_saw(
     tmp_path: Path, impatience: None, how: str, case: str, cells: list[str]
 ) -> None:
-    outcome = asyncio.run(survive.run_case(stand_in(tmp_path, how), case, tmp_path))
+    [outcome] = survive.outcomes_of(stand_in(tmp_path, how), [case], tmp_path)
     for part, cell in zip(cells, outcome.cells[2:], strict=True):
         assert cell.startswith(part), outcome
 
