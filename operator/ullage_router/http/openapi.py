@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ullage_common import version
+from ullage_router.http import client_timeout
 from ullage_router.http.console.console import CONSOLE, OVERLOAD, Overload
 from ullage_router.http.console.console import EVENTS as CONSOLE_EVENTS
 from ullage_router.http.openai import answers
@@ -123,7 +124,13 @@ class Operation:
     needs_key: bool = True
 
 
-_GENERATE_HEADERS = ("x-request-id", "x-session-id", idempotency.HEADER, replace.HEADER)
+_GENERATE_HEADERS = (
+    "x-request-id",
+    "x-session-id",
+    client_timeout.HEADER,
+    idempotency.HEADER,
+    replace.HEADER,
+)
 _ANSWER_HEADERS: Mapping[str, str] = {
     "x-request-id": "The request's id.",
     "x-ullage-action": "The decision: accept, shrink, queue or route4.",
@@ -143,6 +150,7 @@ _ANSWER_HEADERS: Mapping[str, str] = {
 _REQUEST_HEADERS: Mapping[str, str] = {
     "x-request-id": "Id of the request, 1 to 128 printable characters; others are replaced.",
     "x-session-id": "Session whose KV cache is kept.",
+    client_timeout.HEADER: "Seconds after which the answer ends with its text so far.",
     idempotency.HEADER: "Requests with the same key get the same answer.",
     replace.HEADER: "A later request with the same key takes this one's place.",
 }
@@ -198,7 +206,7 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
             answers.Embeddings,
             body=EmbeddingsRequest,
             errors=WITH_KEY | WITH_BODY | {504: GENERATING[504]},
-            headers=("x-request-id",),
+            headers=("x-request-id", client_timeout.HEADER),
         )
     },
     "/v1/models": _get(Operation("models", "List the models.", answers.ModelList, errors=WITH_KEY)),

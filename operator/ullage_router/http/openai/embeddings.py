@@ -22,6 +22,7 @@ from ullage_common.wire.limits import MAX_PROMPT_TOKENS, MAX_REQUEST_ID_BYTES
 from ullage_common.wire.validation import invalid_value
 from ullage_router.call import Call, deadline_of
 from ullage_router.errors import deadline, http_status, internal, vectors_full
+from ullage_router.http.client_timeout import time_limit_s
 from ullage_router.http.limits import BodyRoom
 from ullage_router.http.messages import Body, Reply, Request
 from ullage_router.http.openai.decoding import decode_field, long_token_lists, parse, utf8
@@ -109,6 +110,7 @@ class EmbeddingsEndpoint:
             data = await request.read_json(tenant.name)
             parsing = functools.partial(_parsed, data)
             body, asked = await service.intake.run(data.num_bytes, tenant.name, parsing)
+            limit_s = time_limit_s(request.headers, service.config.limits.total_timeout)
             if len(asked) > 1:
                 tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
         except Exception as error:
@@ -123,7 +125,9 @@ class EmbeddingsEndpoint:
         del body
         trace = trace_context(request.headers)
         room = self._room
-        run = _Run(service, record.request_id, tenant, trace, asked, room, request.end_turn)
+        run = _Run(
+            service, record.request_id, tenant, trace, asked, room, request.end_turn, limit_s
+        )
 
         try:
             try:
@@ -150,6 +154,7 @@ class _Run:
         asked: The requests, one for each input.
         room: Memory budget for the embeddings of all bodies.
         end_turn: Ends the body's turn. Called when an input waits for anything outside this router.
+        limit_s: The time limit for all inputs, seconds.
 
     Attributes:
         record: The record of the first input. The response headers show its decision.
@@ -164,6 +169,7 @@ class _Run:
         asked: Sequence[inference_pb2.GenerateRequest],
         room: BodyRoom,
         end_turn: Callable[[], None],
+        limit_s: float,
     ) -> None:
         self.record = RequestRecord(name)
 
@@ -179,7 +185,8 @@ class _Run:
         self._taken_bytes = 0
 
         self._asked = asked
-        self._deadline = time.monotonic() + self._limits.total_timeout
+        self._limit_s = limit_s
+        self._deadline = time.monotonic() + limit_s
         self._waiting = deque(range(len(asked)))
         """Indices of the inputs that have yet to be served."""
         self._num_running = 0
@@ -254,7 +261,7 @@ class _Run:
 
     async def _time_out(self) -> None:
         await asyncio.sleep(self._deadline - time.monotonic())
-        error = deadline(self._limits.total_timeout)
+        error = deadline(self._limit_s)
         self._failure = error
         raise error
 
@@ -337,13 +344,12 @@ class _Run:
         if not index:
             self.record = record
 
-        limits = self._limits
         request = self._asked[index]
         return Call(
             request,
             record,
             self._tenant.new_session(),
-            deadline_of(request, record, limits.total_timeout, limits.request_timeout),
+            deadline_of(request, record, self._limit_s, self._limits.request_timeout),
             self._trace,
             is_streamed=False,
             release_body=self._end_turn,

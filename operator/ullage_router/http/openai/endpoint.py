@@ -18,6 +18,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import num_answers
 from ullage_router.call import Call, ResponseStream, deadline_of
 from ullage_router.errors import http_status, internal
+from ullage_router.http.client_timeout import time_limit_s
 from ullage_router.http.messages import Body, Headers, Reply, Request
 from ullage_router.http.openai import requests
 from ullage_router.http.openai.errors import (
@@ -229,6 +230,8 @@ class GenerateEndpoint:
             record = RequestRecord(record_id)  # the clock starts once the whole body has arrived
             parse = functools.partial(self._dialect.parse, body)
             parsed = await service.intake.run(body.num_bytes, tenant.name, parse)
+            limits = service.config.limits
+            limit_s = time_limit_s(headers, limits.total_timeout)
         except Exception as error:
             request.end_turn()
             record = RequestRecord(record_id)
@@ -240,8 +243,7 @@ class GenerateEndpoint:
 
         if session_id := headers.get("x-session-id"):
             parsed.request.session_id = session_id
-        limits = service.config.limits
-        deadline = deadline_of(parsed.request, record, limits.total_timeout, limits.request_timeout)
+        deadline = deadline_of(parsed.request, record, limit_s, limits.request_timeout)
         call = Call(
             parsed.request,
             record,
