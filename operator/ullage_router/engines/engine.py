@@ -244,6 +244,12 @@ class Engine:
         return self._reported_load + self._credit.uncounted
 
     @property
+    def is_at_limit(self) -> bool:
+        """Whether the engine has failed lately, and has as many requests as it may get for now."""
+        limit = self.breaker.limit
+        return limit is not None and self.inflight >= limit
+
+    @property
     def expected_output(self) -> int:
         """Expected number of output tokens per answer, as estimated by the engine."""
         return self.headroom.expected_output_tokens if self.headroom else 0

@@ -417,6 +417,9 @@ class Engines:
             is_out = is_out or (adapter != "" and adapter not in engine.adapters)
             if is_out or (has_choice and engine.side is not side):
                 view = replace(view, standing=EngineState.UNUSABLE)
+            elif engine.is_at_limit and view.standing is EngineState.USABLE:
+                # Requests wait for its next success, rather than fail with it.
+                view = replace(view, standing=EngineState.RECOVERING)
             views.append(view)
         return views
 
@@ -450,7 +453,9 @@ class Engines:
             if adapter:
                 drawn = [engine for engine in drawn if adapter in engine.adapters]
             for engine in drawn:
-                if engine.key not in held and (view := engine.view(now)):
+                if engine.key in held or engine.is_at_limit:
+                    continue
+                if view := engine.view(now):
                     views.append(view)
 
         if len(keys) > 1 and not any(view.pool == self._large_pool for view in views):

@@ -4,17 +4,32 @@
                                    ▲                        │
                                    └──── failure, twice the pause
 
+A breaker also opens if half of the engine's latest answers failed, because an engine that fails
+every second request rarely fails five in a row.
+
+An engine whose breaker has opened gets few requests at once, even where the pool has no other
+engine to try: one until it succeeds, then twice as many after each success. Requests beyond the
+limit wait in the queue or are refused, instead of failing.
+
 Only engine faults count as failures (`errors.is_engine_fault`). A request that is invalid,
 cancelled, out of time or too large for the free memory does not. An answer that stalls after its
 first token does count.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Literal
 
 from ullage_common.config.router import BreakerSection
 
 State = Literal["closed", "open", "half-open"]
+
+WINDOW = 20
+"""Number of latest outcomes by which the share of failures is judged."""
+MAX_FAILED = WINDOW // 2
+"""Number of failures in the window that opens the breaker."""
+FULL_LIMIT = 64
+"""Limit on concurrent requests above which an engine counts as recovered."""
 
 
 class CircuitBreaker:
@@ -34,6 +49,10 @@ class CircuitBreaker:
         self._probe: object | None = None
         self.openings = 0
         """Number of times that the breaker has opened."""
+        self.limit: int | None = None
+        """Maximum number of concurrent requests, or None if the engine has recovered."""
+        self._outcomes = deque[bool](maxlen=WINDOW)
+        """Whether the latest requests failed, oldest first."""
 
     @property
     def failures(self) -> int:
@@ -79,7 +98,10 @@ class CircuitBreaker:
             self._failures = self._section.failures - 1
 
     def on_success(self, request: object) -> None:
-        """Clear the failures after a request was answered completely."""
+        """Clear the failures in a row, and raise the limit, after a complete answer."""
+        self._outcomes.append(False)
+        if self.limit is not None:
+            self.limit = 2 * self.limit if 2 * self.limit <= FULL_LIMIT else None
         if self._until is None or request is self._probe:
             self._failures = 0
             self._until = None
@@ -94,7 +116,9 @@ class CircuitBreaker:
         if self._until is not None and request is not self._probe:
             return False
         self._failures = min(self._failures + 1, self._section.failures)
-        if self._until is None and self._failures < self._section.failures:
+        self._outcomes.append(True)
+        is_spike = len(self._outcomes) == WINDOW and sum(self._outcomes) >= MAX_FAILED
+        if self._until is None and self._failures < self._section.failures and not is_spike:
             return False
         self._open(now)
         return True
@@ -111,6 +135,8 @@ class CircuitBreaker:
         self._until = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, self._section.max_pause)
         self._probe = None
+        self._outcomes.clear()
+        self.limit = 1
         self.openings += 1
 
     def check_integrity(self, now: float) -> None:
@@ -119,6 +145,8 @@ class CircuitBreaker:
         assert self._section.pause <= self._pause_s <= self._section.max_pause
         assert self._until is None or self._until <= now + self._section.max_pause
         assert self._probe is None or self.state(now) != "open"
+        assert self.limit is None or 1 <= self.limit <= FULL_LIMIT
+        assert self._until is None or self.openings
 
 
 def held_back(

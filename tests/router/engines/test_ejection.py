@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from ullage_testing.fake_engine import Script
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
@@ -237,5 +238,40 @@ def test_a_spent_budget_tells_the_error_at_once(start_service: "StartService") -
             assert all(int(a.headers["retry-after"]) >= 1 for a in told)
             known = (await service.stats())["placement"]
             assert (known["retries"], known["retries_refused"]) == (1, len(told))
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_of_one_that_fails_gets_few_requests_until_it_is_well(
+    start_service: "StartService",
+) -> None:
+    """The others wait or are refused, and the engine is used again as it succeeds."""
+
+    async def scenario() -> None:
+        breaker = {"failures": 2, "pause": 0.2}
+        queue = {"timeout": 0.5, "max_requests": 100}
+        routing = placement(breaker=breaker) | {"queue": queue}
+        async with start_service(routing=routing) as service:
+            engine = service.engine
+            engine.script.refuse = LOST
+            for _ in range(2):
+                assert (await service.complete()).status_code == 503
+            failed = len(engine.requests)
+
+            engine.script = Script(hold=asyncio.Event())
+            answers = [asyncio.ensure_future(service.complete()) for _ in range(20)]
+            await service.until(lambda: len(engine.requests) > failed)
+            await asyncio.sleep(1.0)
+            assert len(engine.requests) == failed + 1  # a single one tries the engine
+            refused = [answer.result() for answer in answers if answer.done()]
+            assert {answer.status_code for answer in refused} == {503}
+            assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+            assert len(refused) == 19
+
+            engine.script.hold.set()
+            engine.script = Script()
+            assert {(await service.complete()).status_code for _ in range(8)} == {200}
+            more = await asyncio.gather(*(service.complete() for _ in range(20)))
+            assert {answer.status_code for answer in more} == {200}
 
     asyncio.run(scenario())

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_common.config.router import BreakerSection
-from ullage_router.policy.circuit_breaker import CircuitBreaker, held_back
+from ullage_router.policy.circuit_breaker import WINDOW, CircuitBreaker, held_back
 
 POLICY = BreakerSection(failures=3, pause=1.0, max_pause=4.0)
 
@@ -120,3 +120,39 @@ def test_any_order_of_events(events: list[str]) -> None:
     for request in live:
         breaker.on_end(request)
     assert breaker.admits(now + POLICY.max_pause)  # it never stays shut
+
+
+def test_a_spike_opens_it_though_successes_lie_between() -> None:
+    breaker = CircuitBreaker(POLICY)
+    openings = []
+    for number in range(2 * WINDOW):
+        if number % 2:
+            openings.append(breaker.on_failure(object(), 0.0))
+        else:
+            breaker.on_success(object())
+    assert openings.index(True) == WINDOW // 2 - 1
+    assert breaker.openings == 1
+
+
+def test_few_failures_among_many_answers_open_nothing() -> None:
+    breaker = CircuitBreaker(POLICY)
+    for number in range(20 * WINDOW):
+        if number % 3 == 0:
+            assert not breaker.on_failure(object(), 0.0)
+        else:
+            breaker.on_success(object())
+    assert breaker.limit is None
+
+
+def test_the_limit_grows_with_each_success_and_falls_to_one_with_a_new_opening() -> None:
+    breaker = opened()
+    assert breaker.limit == 1
+    request = probe(breaker, 1.0)
+    limits = []
+    while breaker.limit is not None:
+        limits.append(breaker.limit)
+        breaker.on_success(request)
+    assert limits == [1, 2, 4, 8, 16, 32, 64]
+    for _ in range(3):
+        breaker.on_failure(object(), 2.0)
+    assert breaker.limit == 1
