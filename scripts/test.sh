@@ -29,7 +29,7 @@ fast_rest=(
     tests/router/policy tests/router/prompts/test_*.py tests/kv/test_{index,keys}.py
     "$engine"/{kv_cache,memory,model_config,parallel,protocol,quantization,scheduler,tokenizer}
 )
-talking=(tests/router tests/common tests/verify)
+talking=(tests/router tests/common tests/{verify,bench})
 serving=("$engine/server") # measures stalls, so it shares no process with tests that compute
 operating=(tests/operator tests/cli tests/kubeapi tests/charts)
 services=(tests/e2e tests/observability)

@@ -20,6 +20,7 @@ PACKAGES = [
     ROOT / "operator/ullage_operator",
     ROOT / "operator/ullage_cli",
     ROOT / "operator/ullage_verify",
+    ROOT / "operator/ullage_bench",
     ROOT / "proto/ullage_common",
 ]
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ullage_cli import key, plan, profile, quantize, up, upgrade_manifest, verify
+from ullage_cli import bench, key, plan, profile, quantize, up, upgrade_manifest, verify
 from ullage_cli.top import command as top
 from ullage_cli.trace import command as trace
 from ullage_operator.api.errors import OperatorError
@@ -15,6 +15,7 @@ HELP = """examples:
   ullage top                                 watch the service live
   ullage plan -f examples/smollm2.yaml       print the operator's objects for a manifest
   ullage verify all http://127.0.0.1:8000    check a server under overload and faults
+  ullage bench http://127.0.0.1:8000         find the knee of throughput over latency
   ullage trace REQUEST_ID                    print the steps of one request from all logs
   ullage profile smollm2 --steps 50          record an engine's next steps for Perfetto
   ullage key new alice                       make an API key
@@ -22,7 +23,7 @@ HELP = """examples:
   ullage quantize --model file:///m --format int8 --output ./m-int8
 """
 
-COMMANDS = (up, top, trace, verify, profile, plan, quantize, key, upgrade_manifest)
+COMMANDS = (up, top, trace, verify, bench, profile, plan, quantize, key, upgrade_manifest)
 """Subcommand modules, in the order in which the help lists them."""
 
 

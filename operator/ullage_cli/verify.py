@@ -2,15 +2,13 @@
 
 import argparse
 import asyncio
-import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from ullage_cli.port_forward import PortForward
-from ullage_operator.api import naming
+from ullage_cli.server_url import add_target, server_url, write_reports
 from ullage_operator.api.errors import LocalFailure
 from ullage_verify import report as reports
 from ullage_verify.client import SILENCE_S, Client
@@ -57,15 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("scenario", choices=(*SCENARIOS, "all"))
-    parser.add_argument(
-        "target", metavar="URL|SERVICE", help="base URL, or an LLMService with --namespace"
-    )
-    parser.add_argument("-n", "--namespace", help="namespace of the LLMService, through kubectl")
-    parser.add_argument("--model", default="", help="name of the model (default: the first one)")
-    parser.add_argument(
-        "--context", type=positive, default=0, metavar="TOKENS", help="if the server hides it"
-    )
-    parser.add_argument("--api-key", help="API key (default: $ULLAGE_API_KEY)")
+    add_target(parser)
     parser.add_argument("--minutes", type=minutes, default=2.0, help="duration of the soak (2)")
     parser.add_argument(
         "--large-tokens",
@@ -113,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     # As an exception, the signal ends kubectl, removes control groups and continues processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _url(options) as url:
+        with server_url(options) as url:
             report = asyncio.run(_verify(url, names, options))
     except TargetError as error:
         raise LocalFailure(str(error)) from None
@@ -121,7 +111,14 @@ def run(options: argparse.Namespace) -> int:
         return INTERRUPTED
 
     print(f"\n{reports.summary(report)}")
-    _write(options, report)
+    write_reports(
+        report,
+        [
+            (options.json, reports.as_json),
+            (options.markdown, reports.as_markdown),
+            (options.svg, reports.as_svg),
+        ],
+    )
     return int(report.num_failed > 0)
 
 
@@ -160,26 +157,6 @@ def _faults(options: argparse.Namespace) -> dict[str, Fault]:
     return faults
 
 
-@contextlib.contextmanager
-def _url(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the base URL of the server.
-
-    Raises:
-        LocalFailure: the target is a name without a namespace, or cannot be reached.
-    """
-    if "://" in options.target:
-        yield options.target
-        return
-    if not options.namespace:
-        raise LocalFailure(
-            f"{options.target!r} is not a URL; give http://HOST:PORT, or an LLMService with "
-            "--namespace"
-        )
-    router = f"deployment/{naming.router_name(options.target)}"
-    with PortForward(options.namespace, router, naming.HTTP_PORT) as forward:
-        yield forward.url()
-
-
 class Screen:
     """Prints criteria to stdout, and on a terminal the current step below them."""
 
@@ -199,23 +176,3 @@ class Screen:
         """Replace the current step on a terminal."""
         if self._is_live:
             print(f"\r\033[K{step and f'  … {step}'}", end="", file=sys.stderr, flush=True)
-
-
-def _write(options: argparse.Namespace, report: Report) -> None:
-    """Write the chosen reports.
-
-    Raises:
-        LocalFailure: a file cannot be written.
-    """
-    forms = (
-        (options.json, reports.as_json),
-        (options.markdown, reports.as_markdown),
-        (options.svg, reports.as_svg),
-    )
-    for path, form in forms:
-        if path is None:
-            continue
-        try:
-            path.write_text(form(report), encoding="utf-8")
-        except OSError as error:
-            raise LocalFailure(f"{path}: {error.strerror}; choose another file") from None

@@ -1,0 +1,176 @@
+"""The figures of one level of load, and the knee of several levels.
+
+This module is pure. It uses neither a network nor a clock.
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from ullage_verify.client import Answer
+
+
+class Level(msgspec.Struct, frozen=True):
+    """The figures of one level of load. Times are in seconds."""
+
+    load: float
+    """Concurrent clients of a closed loop, or requests per second of an open one."""
+    requests: int
+    """Number of requests that were answered completely."""
+    refused: int
+    """Number of requests that were refused with 429 or 503."""
+    failed: int
+    """Number of requests that failed in any other way."""
+    requests_per_s: float
+    tokens_per_s: float
+    """Output tokens of complete answers per second."""
+    ttft_p50: float
+    ttft_p95: float
+    token_p50: float
+    """Median time per output token after the first one."""
+    e2e_p50: float
+    e2e_p95: float
+
+    @property
+    def power(self) -> float:
+        """Throughput divided by median latency, which is largest at the knee.
+
+        See L. Kleinrock, "Power and deterministic rules of thumb for probabilistic problems in
+        computer communications", ICC 1979.
+        """
+        return self.requests_per_s / self.e2e_p50 if self.e2e_p50 else 0.0
+
+
+class Objectives(msgspec.Struct, frozen=True):
+    """Limits that a level of load must keep. Times are in seconds."""
+
+    ttft_p95: float = math.inf
+    e2e_p95: float = math.inf
+    max_refused_share: float = 0.01
+    """Largest share of requests that may be refused or fail."""
+
+    def hold(self, level: Level) -> bool:
+        """Return whether a level of load keeps all limits."""
+        total = level.requests + level.refused + level.failed
+        lost = (level.refused + level.failed) / total if total else 1.0
+        return (
+            level.ttft_p95 <= self.ttft_p95
+            and level.e2e_p95 <= self.e2e_p95
+            and lost <= self.max_refused_share
+        )
+
+
+def measure(load: float, answers: Sequence[Answer], seconds: float) -> Level:
+    """Return the figures of a level of load.
+
+    Args:
+        load: concurrent clients, or requests per second.
+        answers: all answers of the level.
+        seconds: time from the first request to the last answer.
+    """
+    whole = [answer for answer in answers if answer.is_whole]
+    refused = sum(answer.is_refused for answer in answers)
+    tokens = sum(answer.output_tokens for answer in whole)
+    token_s = [
+        (answer.seconds - answer.ttft_s) / (answer.output_tokens - 1)
+        for answer in whole
+        if answer.output_tokens > 1
+    ]
+    return Level(
+        load=load,
+        requests=len(whole),
+        refused=refused,
+        failed=len(answers) - len(whole) - refused,
+        requests_per_s=len(whole) / seconds,
+        tokens_per_s=tokens / seconds,
+        ttft_p50=quantile([answer.ttft_s for answer in whole], 0.5),
+        ttft_p95=quantile([answer.ttft_s for answer in whole], 0.95),
+        token_p50=quantile(token_s, 0.5),
+        e2e_p50=quantile([answer.seconds for answer in whole], 0.5),
+        e2e_p95=quantile([answer.seconds for answer in whole], 0.95),
+    )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that at least this share of the values does not exceed.
+
+    Without values, return 0.
+    """
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+
+def knee(levels: Sequence[Level], objectives: Objectives) -> Level | None:
+    """Return the level with the largest power among the levels that keep the objectives.
+
+    If the objectives limit a time, the level with the most requests per second is the answer
+    instead, because users with a limit want all that is possible below it.
+
+    Returns:
+        The level, or None if no level keeps the objectives.
+    """
+    kept = [level for level in levels if level.requests and objectives.hold(level)]
+    if not kept:
+        return None
+    if math.isinf(objectives.ttft_p95) and math.isinf(objectives.e2e_p95):
+        return max(kept, key=lambda level: level.power)
+    return max(kept, key=lambda level: level.requests_per_s)
+
+
+def engines_for(rate: float, level: Level, num_engines: int) -> int:
+    """Return how many engines carry a rate with the load of this level on each.
+
+    Args:
+        rate: requests per second.
+        level: the figures of a service.
+        num_engines: number of engines that the service had.
+    """
+    per_engine = level.requests_per_s / num_engines
+    # A rate that is an exact multiple must not need one engine more because of rounding.
+    return max(1, math.ceil(rate / per_engine - 1e-9))
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """Cost at one level of load, in the currency of the price."""
+
+    per_request: float
+    per_million_tokens: float
+    """Cost of a million output tokens."""
+
+
+def cost_of(level: Level, price_per_hour: float, num_engines: int) -> Cost:
+    """Return the cost of requests and tokens.
+
+    Args:
+        level: the figures of a service.
+        price_per_hour: price of one engine with its devices.
+        num_engines: number of engines that the service had.
+    """
+    per_s = price_per_hour * num_engines / 3600
+    return Cost(
+        per_request=per_s / level.requests_per_s,
+        per_million_tokens=per_s / level.tokens_per_s * 1e6 if level.tokens_per_s else math.inf,
+    )
+
+
+def regressions(level: Level, baseline: Level, tolerance: float) -> Sequence[str]:
+    """Return descriptions of figures that are worse than in an earlier run.
+
+    Args:
+        level: the figures of this run's knee.
+        baseline: the figures of the earlier run's knee.
+        tolerance: share by which a figure may be worse, for example 0.1.
+    """
+    worse: list[str] = []
+    for name in ("requests_per_s", "tokens_per_s"):
+        now = getattr(level, name)
+        before = getattr(baseline, name)
+        if now < before * (1 - tolerance):
+            worse.append(f"{name} fell from {before:.4g} to {now:.4g}")
+    for name in ("ttft_p95", "e2e_p95"):
+        now = getattr(level, name)
+        before = getattr(baseline, name)
+        if now > before * (1 + tolerance):
+            worse.append(f"{name} rose from {before:.4g} s to {now:.4g} s")
+    return worse

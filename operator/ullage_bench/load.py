@@ -1,0 +1,172 @@
+"""Ways to put load on a server: a closed loop, an open loop, and conversations."""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+
+from ullage_bench.levels import Level, measure
+from ullage_verify.client import Answer
+from ullage_verify.target import Target
+
+TURNS = 4
+"""Turns of a conversation."""
+Numbers = Iterator[int]
+"""Numbers of prompts that no other request has."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The requests of a load test."""
+
+    input_tokens: int = 180
+    output_tokens: int = 64
+    prefix_tokens: int = 0
+    """Tokens at the beginning of every prompt, which all requests share."""
+
+
+class Sender:
+    """Sends requests of one shape, each with a prompt that no cache has seen.
+
+    Args:
+        target: the server.
+        shape: the sizes of the requests.
+        seed: number of the run. Runs with other seeds send other prompts.
+    """
+
+    def __init__(self, target: Target, shape: Shape, seed: int = 0) -> None:
+        self._target = target
+        self._shape = shape
+        self._numbers = itertools.count(1_000_000 * (seed + 1))
+        self._prefix = ""
+        if shape.prefix_tokens:
+            self._prefix = str(target.prompt(999, shape.prefix_tokens)[0]["content"])
+
+    async def request(self) -> Answer:
+        """Send one request, and return its answer."""
+        return await self._chat([self._turn()])
+
+    async def conversation(self) -> Sequence[Answer]:
+        """Send the turns of a conversation, each with all turns before it."""
+        answers: list[Answer] = []
+        messages: list[dict[str, str]] = []
+        for _ in range(TURNS):
+            messages.append(self._turn())
+            answers.append(await self._chat(messages))
+            if not answers[-1].is_whole:
+                break
+            messages.append({"role": "assistant", "content": answers[-1].text or "-"})
+        return answers
+
+    async def _chat(self, messages: Sequence[dict[str, str]]) -> Answer:
+        if self._prefix:
+            messages = [{"role": "system", "content": self._prefix}, *messages]
+        return await self._target.client.chat(
+            self._target.model, messages, self._shape.output_tokens, ignore_eos=True
+        )
+
+    def _turn(self) -> dict[str, str]:
+        prompt = self._target.prompt(next(self._numbers), self._shape.input_tokens)
+        return {"role": "user", "content": str(prompt[0]["content"])}
+
+
+async def closed_loop(sender: Sender, clients: float, seconds: float) -> Level:
+    """Let clients send one request after the other for some seconds.
+
+    Args:
+        sender: sends the requests.
+        clients: number of concurrent clients.
+        seconds: time after which no client sends another request.
+    """
+
+    async def client() -> None:
+        while time.monotonic() < ends_at:
+            answers.append(await sender.request())
+
+    answers: list[Answer] = []
+    began = time.monotonic()
+    ends_at = began + seconds
+    await asyncio.gather(*(client() for _ in range(int(clients))))
+    return measure(clients, answers, time.monotonic() - began)
+
+
+async def open_loop(sender: Sender, rate: float, seconds: float) -> Level:
+    """Send requests at random times for some seconds, whether or not earlier ones have ended.
+
+    Args:
+        sender: sends the requests.
+        rate: mean number of requests per second, with exponential gaps (a Poisson process).
+        seconds: time after which no request is sent.
+    """
+    chooser = random.Random(rate)
+    began = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(sender.request())]
+        due = chooser.expovariate(rate)
+        while due < seconds:
+            await asyncio.sleep(max(0.0, began + due - time.monotonic()))
+            tasks.append(group.create_task(sender.request()))
+            due += chooser.expovariate(rate)
+    return measure(rate, [task.result() for task in tasks], time.monotonic() - began)
+
+
+async def conversations(sender: Sender, clients: float, seconds: float) -> Level:
+    """Let clients hold one conversation after the other for some seconds.
+
+    Args:
+        sender: sends the requests.
+        clients: number of concurrent clients.
+        seconds: time after which no client begins another conversation.
+    """
+
+    async def client() -> None:
+        while time.monotonic() < ends_at:
+            answers.extend(await sender.conversation())
+
+    answers: list[Answer] = []
+    began = time.monotonic()
+    ends_at = began + seconds
+    await asyncio.gather(*(client() for _ in range(int(clients))))
+    return measure(clients, answers, time.monotonic() - began)
+
+
+Loop = Callable[[Sender, float, float], Coroutine[None, None, Level]]
+LOOPS: dict[str, Loop] = {
+    "closed": closed_loop,
+    "open": open_loop,
+    "conversations": conversations,
+}
+
+
+async def sweep(
+    loop: Loop,
+    sender: Sender,
+    loads: Sequence[float],
+    seconds: float,
+    show: Callable[[Level], None],
+) -> Sequence[Level]:
+    """Measure increasing loads, and stop when more load brings less.
+
+    Args:
+        loop: one of LOOPS.
+        sender: sends the requests.
+        loads: increasing loads.
+        seconds: duration of each load.
+        show: receives each level as soon as it is measured.
+    """
+    levels: list[Level] = []
+    for load in loads:
+        level = await loop(sender, load, seconds)
+        show(level)
+        levels.append(level)
+        if _is_past_the_knee(levels):
+            break
+    return levels
+
+
+def _is_past_the_knee(levels: Sequence[Level]) -> bool:
+    """Return whether two loads in a row brought fewer requests per second than the best one."""
+    best = max(level.requests_per_s for level in levels)
+    return len(levels) > 2 and all(level.requests_per_s < best for level in levels[-2:])

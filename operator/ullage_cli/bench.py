@@ -1,0 +1,231 @@
+"""`ullage bench` measures throughput over latency of a running server, and finds the knee."""
+
+import argparse
+import asyncio
+import math
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ullage_bench import report as reports
+from ullage_bench.levels import Level, Objectives, cost_of, engines_for, knee, regressions
+from ullage_bench.load import LOOPS, Sender, Shape, sweep
+from ullage_bench.report import Report
+from ullage_cli.server_url import add_target, server_url, write_reports
+from ullage_operator.api.errors import LocalFailure
+from ullage_verify.client import Client
+from ullage_verify.target import Target, TargetError, describe
+
+INTERRUPTED = 130
+LOADS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+OPEN_SHARES = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25)
+"""Rates of an open loop, as shares of the rate of eight concurrent clients."""
+PROBE_CLIENTS = 8
+PERCENT = 100
+
+HELP = """examples:
+  ullage bench http://127.0.0.1:8000
+  ullage bench http://127.0.0.1:8000 --mode open --ttft 2 --e2e 20 --rate 50
+  ullage bench chat --namespace prod --mode conversations --prefix-tokens 1000
+  ullage bench http://127.0.0.1:8000 --price 2.10 --json today.json --svg curve.svg
+  ullage bench http://127.0.0.1:8000 --baseline last-week.json --tolerance 10
+
+A closed loop keeps a number of clients busy; each sends its next request when the last has ended.
+An open loop sends at random times with a mean rate, whether or not the server keeps up. The knee is
+the load with the largest throughput divided by latency, or with --ttft or --e2e the largest
+throughput that keeps them. The sweep stops when more load brings less. Set ULLAGE_API_KEY if the
+server needs a key.
+
+exit status: 0 the knee is found, 1 it is worse than the baseline or no load keeps the objectives,
+2 an option is wrong or the server does not answer, 130 interrupted
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure a server's throughput over latency",
+        description="Measure throughput over latency of a running server, and find the knee.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_target(parser)
+    parser.add_argument("--mode", choices=LOOPS, default="closed", help="kind of load (closed)")
+    parser.add_argument(
+        "--loads",
+        type=loads,
+        help="clients or requests/s to try, such as 1,2,4",
+    )
+    parser.add_argument("--seconds", type=seconds, default=15.0, help="time for each load (15)")
+    parser.add_argument("--input-tokens", type=count, default=180, metavar="N", help="(180)")
+    parser.add_argument("--output-tokens", type=count, default=64, metavar="N", help="(64)")
+    parser.add_argument(
+        "--prefix-tokens", type=count, default=0, metavar="N", help="shared by all prompts (0)"
+    )
+    parser.add_argument("--ttft", type=seconds, default=math.inf, help="limit of its p95, seconds")
+    parser.add_argument("--e2e", type=seconds, default=math.inf, help="limit of its p95, seconds")
+    parser.add_argument("--rate", type=rate, help="wanted requests/s: how many engines?")
+    parser.add_argument("--engines", type=count, help="engines of the server (default: it says)")
+    parser.add_argument("--price", type=rate, help="price of one engine's hour: what is a request?")
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="an earlier --json")
+    parser.add_argument(
+        "--tolerance", type=rate, default=10.0, metavar="PERCENT", help="against the baseline (10)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as a table")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write it as a curve")
+    parser.set_defaults(run=run)
+
+
+def count(text: str) -> int:
+    """Return a count (argparse uses this function's name in its error)."""
+    number = int(text)
+    if not 0 <= number <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text}; use 0 to 1000000")
+    return number
+
+
+def seconds(text: str) -> float:
+    """Return a time in seconds (argparse uses this function's name in its error)."""
+    number = float(text)
+    if not 0 < number <= 24 * 3600:
+        raise argparse.ArgumentTypeError(f"{text} s; use more than 0 and at most a day")
+    return number
+
+
+def rate(text: str) -> float:
+    """Return a positive number (argparse uses this function's name in its error)."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def loads(text: str) -> tuple[float, ...]:
+    """Return increasing loads (argparse uses this function's name in its error)."""
+    numbers = tuple(rate(part) for part in text.split(","))
+    if list(numbers) != sorted(set(numbers)):
+        raise argparse.ArgumentTypeError(f"{text} does not increase")
+    return numbers
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure the loads, print each, and write the reports.
+
+    Raises:
+        LocalFailure: the server cannot be measured, or a file cannot be read or written.
+    """
+    baseline = _read(options.baseline) if options.baseline else None
+    # As an exception, the signal ends kubectl.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with server_url(options) as url:
+            report = asyncio.run(_bench(url, baseline, options))
+    except TargetError as error:
+        raise LocalFailure(str(error)) from None
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+    for line in reports.conclusions(report):
+        print(line)
+    write_reports(
+        report,
+        [
+            (options.json, reports.as_json),
+            (options.markdown, reports.as_markdown),
+            (options.svg, reports.as_svg),
+        ],
+    )
+    return int(report.knee is None or bool(report.regressions))
+
+
+async def _bench(url: str, baseline: Report | None, options: argparse.Namespace) -> Report:
+    key = options.api_key or os.environ.get("ULLAGE_API_KEY", "")
+    async with Client(url, key) as client:
+        target = await describe(client, options.model, options.context)
+        shape = Shape(options.input_tokens, max(1, options.output_tokens), options.prefix_tokens)
+        longest = shape.prefix_tokens + shape.input_tokens + shape.output_tokens
+        if longest > target.usable:
+            raise TargetError(
+                f"requests of {longest} tokens do not fit the context of {target.context}; lower "
+                "--input-tokens or --prefix-tokens"
+            )
+        print(f"{client.url}: {target.model}, {shape.input_tokens} in, {shape.output_tokens} out")
+
+        tried = options.loads or await _loads(target, shape, options)
+        print(reports.head(), flush=True)
+        sender = Sender(target, shape, seed=1)
+        levels = await sweep(LOOPS[options.mode], sender, tried, options.seconds, _show)
+        num_engines = options.engines or await _num_engines(target)
+
+    objectives = Objectives(options.ttft, options.e2e)
+    best = knee(levels, objectives)
+    report = Report(
+        url=url,
+        model=target.model,
+        mode=options.mode,
+        input_tokens=shape.input_tokens,
+        output_tokens=shape.output_tokens,
+        prefix_tokens=shape.prefix_tokens,
+        num_engines=num_engines,
+        levels=levels,
+        objectives=objectives,
+        knee=best,
+    )
+    return _with_conclusions(report, baseline, options)
+
+
+def _with_conclusions(
+    report: Report, baseline: Report | None, options: argparse.Namespace
+) -> Report:
+    """Add cost, engines and regressions, if the options ask for them and there is a knee."""
+    best = report.knee
+    if best is None:
+        return report
+    worse: Sequence[str] = ()
+    if baseline and baseline.knee:
+        worse = regressions(best, baseline.knee, options.tolerance / PERCENT)
+    cost = cost_of(best, options.price, report.num_engines) if options.price else None
+    engines = engines_for(options.rate, best, report.num_engines) if options.rate else None
+    return msgspec.structs.replace(
+        report, cost=cost, rate=options.rate, engines=engines, regressions=worse
+    )
+
+
+async def _loads(target: Target, shape: Shape, options: argparse.Namespace) -> Sequence[float]:
+    """Return the loads to try. Those of an open loop follow from a short closed loop."""
+    if options.mode != "open":
+        return LOADS
+    probe = await LOOPS["closed"](Sender(target, shape), PROBE_CLIENTS, options.seconds)
+    if not probe.requests:
+        raise TargetError(f"{target.client.url}: no request was answered; give --loads")
+    return [round(share * probe.requests_per_s, 3) for share in OPEN_SHARES]
+
+
+async def _num_engines(target: Target) -> int:
+    """Return the number of ready engines that the server reports, or 1."""
+    engines = (await target.stats()).get("engines", ())
+    ready = [engine for engine in engines if engine["state"] == "ready"]
+    return max(1, len(ready))
+
+
+def _show(level: Level) -> None:
+    print(reports.row(level), flush=True)
+
+
+def _read(path: Path) -> Report:
+    """Return an earlier report.
+
+    Raises:
+        LocalFailure: the file cannot be read, or is not a report.
+    """
+    try:
+        return reports.read(path.read_bytes())
+    except OSError as error:
+        raise LocalFailure(f"--baseline {path}: {error.strerror}") from None
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise LocalFailure(f"--baseline {path}: not a report of ullage bench ({error})") from None

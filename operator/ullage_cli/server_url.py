@@ -1,0 +1,71 @@
+"""The target of commands that call a server: a URL, or an LLMService in the cluster of kubectl."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ullage_cli.port_forward import PortForward
+from ullage_operator.api import naming
+from ullage_operator.api.errors import LocalFailure
+
+ReportT = TypeVar("ReportT")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a server and its model."""
+    parser.add_argument(
+        "target", metavar="URL|SERVICE", help="base URL, or an LLMService with --namespace"
+    )
+    parser.add_argument("-n", "--namespace", help="namespace of the LLMService, through kubectl")
+    parser.add_argument("--model", default="", help="name of the model (default: the first one)")
+    parser.add_argument(
+        "--context", type=tokens, default=0, metavar="TOKENS", help="if the server hides it"
+    )
+    parser.add_argument("--api-key", help="API key (default: $ULLAGE_API_KEY)")
+
+
+def tokens(text: str) -> int:
+    """Return a number of tokens (argparse uses this function's name in its error)."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
+
+
+@contextlib.contextmanager
+def server_url(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the base URL of the server.
+
+    Raises:
+        LocalFailure: the target is a name without a namespace, or cannot be reached.
+    """
+    if "://" in options.target:
+        yield options.target
+        return
+    if not options.namespace:
+        raise LocalFailure(
+            f"{options.target!r} is not a URL; give http://HOST:PORT, or an LLMService with "
+            "--namespace"
+        )
+    router = f"deployment/{naming.router_name(options.target)}"
+    with PortForward(options.namespace, router, naming.HTTP_PORT) as forward:
+        yield forward.url()
+
+
+def write_reports(
+    report: ReportT, forms: Sequence[tuple[Path | None, Callable[[ReportT], str]]]
+) -> None:
+    """Write a report in each form that has a file.
+
+    Raises:
+        LocalFailure: a file cannot be written.
+    """
+    for path, form in forms:
+        if path is None:
+            continue
+        try:
+            path.write_text(form(report), encoding="utf-8")
+        except OSError as error:
+            raise LocalFailure(f"{path}: {error.strerror}; choose another file") from None

@@ -1,0 +1,214 @@
+"""An OpenAI server that can be told to misbehave in every way that `ullage verify` looks for."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+CONTEXT = 600
+TOKEN_S = 0.001
+
+
+@dataclass
+class Behaviour:
+    """How the server answers. The defaults are those of a good server."""
+
+    max_running: int = 10
+    """Requests beyond this number are refused."""
+    retry_after: str = "spread"
+    """The header of refusals: empty for none, "spread" for one place after the other."""
+    refusal: int = 429
+    is_forgetful: bool = False
+    """Whether greedy answers differ from run to run."""
+    changes_words_after: int = -1
+    """Requests after which the server's words are other ones."""
+    drops_streams: bool = False
+    """Whether streams end without a finish reason."""
+    lies_about_usage: bool = False
+    fails_long_prompts_with: int = 0
+    """Status for prompts above a third of the context."""
+    accepts_everything: bool = False
+    """Whether prompts that never fit are answered."""
+    dies_of_logprobs: bool = False
+    keeps_vanished: bool = False
+    """Whether requests of vanished clients are counted as running forever."""
+    leaked_bytes: int = 0
+    """Free memory, of 1,000 bytes, that each request costs for good."""
+    large_route: str = "tp2pp2"
+    has_large_pool: bool = True
+    large_tokens: int = 300
+    serves_stats: bool = True
+    states_context: bool = True
+    grows_bytes: int = 0
+    """Growth of the reported resident memory with every request."""
+    adapters: tuple[str, ...] = ()
+
+
+@dataclass
+class FakeServer:
+    """The server's state."""
+
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    url: str = ""
+    running: int = 0
+    requests: int = 0
+    refusals: int = 0
+    lost: int = 0
+    is_dead: bool = False
+    is_hurt: bool = False
+    """Whether every stream breaks off, as after the death of a worker."""
+    latest: list[dict[str, Any]] = field(default_factory=list)
+
+    def die(self) -> None:
+        self.is_dead = True
+
+    async def models(self, _: web.Request) -> web.Response:
+        size = {"max_model_len": CONTEXT} if self.behaviour.states_context else {}
+        cards: list[dict[str, Any]] = [{"id": "fake", **size}]
+        cards += [{"id": name, "parent": "fake"} for name in self.behaviour.adapters]
+        return web.json_response({"data": cards})
+
+    async def stats(self, _: web.Request) -> web.Response:
+        if not self.behaviour.serves_stats:
+            return web.Response(status=404)
+        lost = self.behaviour.leaked_bytes * self.requests
+        engine = {
+            "state": "ready",
+            "pool": "single",
+            "route": "single",
+            "headroom_bytes": 1000 - lost,
+            "total_bytes": 2000,
+            "ledger": [{"allocated_bytes": 1000}, {"allocated_bytes": lost}],
+            "requests_running": self.running + self.lost,
+        }
+        engines = [engine]
+        if self.behaviour.has_large_pool:
+            engines.append(engine | {"pool": "large", "route": "tp2pp2", "requests_running": 0})
+        return web.json_response({"engines": engines, "latest": self.latest[::-1]})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        size = (100 << 20) + self.behaviour.grows_bytes * self.requests
+        return web.Response(text=f"# TYPE x gauge\nprocess_resident_memory_bytes {size}\n")
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if self.behaviour.dies_of_logprobs and "prompt_logprobs" in body:
+            self.die()
+        return await self._answer(request, body, body["prompt"])
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        parts = [message["content"] for message in body["messages"]]
+        if any(isinstance(part, list) for part in parts):
+            return web.Response(status=400, text="no images")
+        return await self._answer(request, body, " ".join(parts))
+
+    async def _answer(
+        self, request: web.Request, body: dict[str, Any], prompt: str
+    ) -> web.StreamResponse:
+        behaviour = self.behaviour
+        if self.is_dead:
+            assert request.transport
+            request.transport.abort()
+            return web.Response()
+
+        size = len(prompt.split()) + 4
+        self.requests += 1
+        if size > CONTEXT and not behaviour.accepts_everything:
+            return web.Response(status=400, text="too long")
+        if behaviour.fails_long_prompts_with and size > CONTEXT // 3:
+            return web.Response(status=behaviour.fails_long_prompts_with, text="out of memory")
+        if self.running >= behaviour.max_running:
+            self.refusals += 1
+            retry_after = behaviour.retry_after
+            if retry_after == "spread":
+                retry_after = str(1 + self.refusals // max(1, behaviour.max_running))
+            headers = {"retry-after": retry_after} if retry_after else {}
+            return web.Response(status=behaviour.refusal, headers=headers)
+
+        self.running += 1
+        try:
+            return await self._tell(request, body, prompt, size)
+        except (ConnectionError, asyncio.CancelledError):
+            self.lost += behaviour.keeps_vanished
+            raise
+        finally:
+            self.running -= 1
+
+    async def _tell(
+        self, request: web.Request, body: dict[str, Any], prompt: str, size: int
+    ) -> web.StreamResponse:
+        behaviour = self.behaviour
+        salt = str(self.requests) if behaviour.is_forgetful else ""
+        if 0 <= behaviour.changes_words_after < self.requests:
+            salt = "other words"
+        name = hashlib.sha256((salt + prompt).encode()).hexdigest()[:6]
+        count = body["max_tokens"]
+        words = [f"{name}-{number} " for number in range(count)]
+        usage = {
+            "prompt_tokens": size,
+            "completion_tokens": count - behaviour.lies_about_usage,
+        }
+        is_large = size >= behaviour.large_tokens and behaviour.has_large_pool
+        record = {
+            "prompt_tokens": size,
+            "route": behaviour.large_route if is_large else "single",
+            "action": "accept",
+            "status": 200,
+            "predicted_bytes": 10,
+            "timeline": [{"event": "decided"}],
+        }
+        if not body.get("stream"):
+            self.latest.append(record)
+            choice = {
+                "message": {"content": "".join(words)},
+                "text": "".join(words),
+                "finish_reason": "length",
+            }
+            return web.json_response({"choices": [choice], "usage": usage})
+
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for word in words:
+            if self.is_dead or self.is_hurt:
+                assert request.transport
+                request.transport.abort()
+                return response
+            await response.write(_event({"choices": [{"delta": {"content": word}}]}))
+            await asyncio.sleep(TOKEN_S)
+        if not behaviour.drops_streams:
+            end = {"choices": [{"delta": {}, "finish_reason": "length"}], "usage": usage}
+            await response.write(_event(end) + b"data: [DONE]\n\n")
+        self.latest.append(record)
+        return response
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
+@contextlib.asynccontextmanager
+async def serving(behaviour: Behaviour) -> AsyncIterator[FakeServer]:
+    server = FakeServer(behaviour)
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_get("/stats", server.stats)
+    app.router.add_get("/metrics", server.metrics)
+    app.router.add_post("/v1/chat/completions", server.chat)
+    app.router.add_post("/v1/completions", server.completions)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+    server.url = f"http://127.0.0.1:{port}"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()
