@@ -33,6 +33,7 @@ HELP = """scenarios:
 examples:
   ullage verify all http://127.0.0.1:8000
   ullage verify inject http://127.0.0.1:8000 --pid "$(pgrep -of 'ullage up')"
+  ullage verify inject http://127.0.0.1:8000 --admin 127.0.0.1:9001 --faults 100
   ullage verify oom http://127.0.0.1:8080 --context 4096 --json oom.json --svg oom.svg
   ullage verify soak chat --namespace prod --minutes 30
   ullage verify inject chat --namespace prod --pod chat-single-0
@@ -70,6 +71,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--pod", help="pod of an engine, which may be deleted")
     parser.add_argument(
         "--admin", metavar="HOST:PORT", help="gRPC address of an engine that may inject faults"
+    )
+    parser.add_argument(
+        "--faults",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="after each fault once, N more at random moments of streams of every kind",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as a table")
@@ -132,6 +140,7 @@ async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -
         settings = Settings(
             minutes=options.minutes,
             large_tokens=options.large_tokens,
+            num_faults=options.faults,
             faults=_faults(options),
             processes=ServerProcesses(options.pid) if options.pid else None,
             progress=screen.progress,

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from ullage_verify.client import Answer
 from ullage_verify.criteria import Checks
+from ullage_verify.kinds import KINDS
 from ullage_verify.target import Target
 
-QUESTIONS = ("Why is the sky blue?", "What is gravity?", "Tell me about the sea.")
+QUESTIONS = tuple(kind.question for kind in KINDS if kind.name == "greedy")
 BEGUN_PIECES = 5
 """Events with text that each stream has before the disturbance begins."""
 POLL_S = 0.01

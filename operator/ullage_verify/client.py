@@ -33,7 +33,8 @@ class Answer:
     retry_after_s: float | None = None
     error: str = ""
     """Description of the failure, empty for a complete answer."""
-    text: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
+    """Text of each choice, with the names and arguments of its tool calls."""
     finish_reason: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -48,6 +49,11 @@ class Answer:
     """Longest time between two events with text, or between the last one and the failure."""
     body: Document = field(default_factory=dict)
     """Parsed body of an answer that is not a stream."""
+
+    @property
+    def text(self) -> str:
+        """Return the texts of all choices, in the order of their indices."""
+        return "".join(self.texts[index] for index in sorted(self.texts))
 
     @property
     def is_whole(self) -> bool:
@@ -75,14 +81,14 @@ class Answer:
             return "silent" if self.error.startswith("silent") else "broken"
         return str(self.status) if self.status else self.error.partition(" ")[0]
 
-    def add_text(self, text: str) -> None:
-        """Append text that arrived now."""
+    def add_text(self, text: str, index: int = 0) -> None:
+        """Append text of a choice that arrived now."""
         now = time.monotonic()
         if self.last_at is not None:
             self.longest_gap_s = max(self.longest_gap_s, now - self.last_at)
         self.first_at = self.first_at or now
         self.last_at = now
-        self.text += text
+        self.texts[index] = self.texts.get(index, "") + text
         self.num_pieces += 1
 
 
@@ -224,10 +230,10 @@ async def _read_stream(
         _add_usage(event, answer)
         for choice in event.get("choices", ()):
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-            text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
+            text = _text_of(choice.get("delta") or choice)
             if not text:
                 continue
-            answer.add_text(text)
+            answer.add_text(text, choice.get("index", 0))
             if on_text and (waiting := on_text(answer)) is not None:
                 await waiting
 
@@ -240,8 +246,15 @@ def _read_body(body: Document, answer: Answer) -> None:
     _add_usage(body, answer)
     for choice in body.get("choices", ()):
         answer.finish_reason = choice.get("finish_reason") or ""
-        message = choice.get("message") or {}
-        answer.text = message.get("content") or choice.get("text") or ""
+        answer.texts[choice.get("index", 0)] = _text_of(choice.get("message") or choice)
+
+
+def _text_of(part: Document) -> str:
+    """Return the text of a message, a delta or a choice, with its tool calls."""
+    calls = [call.get("function") or {} for call in part.get("tool_calls") or ()]
+    words = [part.get("content") or part.get("text") or ""]
+    words += [f"{call.get('name') or ''}{call.get('arguments') or ''}" for call in calls]
+    return "".join(words)
 
 
 def _add_usage(document: Document, answer: Answer) -> None:

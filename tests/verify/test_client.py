@@ -1,6 +1,7 @@
 """The client records status, text, gaps and failures as they come over a real socket."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -59,6 +60,21 @@ def test_a_stream_is_read_whatever_its_pieces_are(cuts: list[int]) -> None:
     answer = answer_to(sending(*parts))
     assert (answer.outcome, answer.text, answer.finish_reason) == ("200", "schön day", "stop")
     assert (answer.prompt_tokens, answer.output_tokens, answer.num_pieces) == (3, 2, 2)
+
+
+def test_choices_and_tool_calls_are_texts_of_their_own() -> None:
+    call = {"index": 0, "function": {"name": "get_", "arguments": '{"a":'}}
+    events = [
+        {"index": 1, "delta": {"content": "b"}},
+        {"index": 0, "delta": {"content": "a"}},
+        {"index": 2, "delta": {"tool_calls": [call]}},
+        {"index": 2, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]}},
+        {"index": 1, "delta": {"content": "B"}},
+    ]
+    parts = [f"data: {json.dumps({'choices': [each]})}\n\n".encode() for each in events]
+    answer = answer_to(sending(HEAD, *parts, END))
+    assert answer.texts == {0: "a", 1: "bB", 2: 'get_{"a":1}'}
+    assert answer.text == 'abBget_{"a":1}'
 
 
 @pytest.mark.parametrize(

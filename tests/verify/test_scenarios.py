@@ -8,7 +8,7 @@ import pytest
 
 from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.run import SCENARIOS
-from ullage_verify.scenarios import inject, soak, streams
+from ullage_verify.scenarios import inject, marathon, soak, streams
 from ullage_verify.scenarios.settings import Settings
 from ullage_verify.target import Target
 
@@ -35,6 +35,8 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "FREE_WITHIN_S", 1.0)
     monkeypatch.setattr(inject, "SETTLE_S", 0.0)
     monkeypatch.setattr(inject, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(marathon, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(marathon, "PAUSE_S", (0.0, 0.1))
 
 
 @pytest.mark.parametrize("name", ["streams", "overload", "oom", "large", "soak"])
@@ -188,6 +190,51 @@ def test_inject_without_harm_passes(checked: Checked) -> None:
 )
 def test_inject(checked: Checked, fault: Callable[[Any], Any], name: str) -> None:
     assert name in failed(checked(faulty(fault)))
+
+
+def marathon_of(fault: Callable[[Any], Any], num_faults: int = 3) -> Callable[..., Any]:
+    """Return the check of many faults, each of which is done to the fake server."""
+
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        async def happen() -> None:
+            await asyncio.sleep(0)
+            fault(server)
+
+        settings = Settings(faults={"fault": happen}, num_faults=num_faults)
+        await marathon.run(target, settings, checks)
+
+    return check
+
+
+def test_many_faults_without_harm(checked: Checked) -> None:
+    criteria = checked(marathon_of(lambda server: None))
+    assert failed(criteria) == []
+    assert {each.name for each in criteria} == {
+        "the server comes back from every fault",
+        "lost answers",
+        "answers with other words",
+        "p95 of the longest pause",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (lambda server: setattr(server, "is_hurt", True), "lost answers"),
+        (
+            lambda server: setattr(server.behaviour, "changes_words_after", 0),
+            "answers with other words",
+        ),
+        (lambda server: server.die(), "the server comes back from every fault"),
+    ],
+)
+def test_many_faults(checked: Checked, fault: Callable[[Any], Any], name: str) -> None:
+    assert name in failed(checked(marathon_of(fault, num_faults=20)))
+
+
+def test_kinds_that_the_server_does_not_repeat_are_skipped(checked: Checked) -> None:
+    criteria = checked(probed(marathon_of(lambda server: None), is_forgetful=True))
+    assert {each.verdict for each in criteria} == {"skipped"}
 
 
 def test_inject_is_skipped_without_permission(checked: Checked) -> None:

@@ -6,6 +6,7 @@ import time
 from ullage_verify.bystanders import bystanders, expected_texts
 from ullage_verify.criteria import Checks
 from ullage_verify.faults import Fault
+from ullage_verify.scenarios import marathon
 from ullage_verify.scenarios.settings import Settings
 from ullage_verify.target import Target, TargetError
 
@@ -44,6 +45,8 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
 
     name, fault = next(iter(settings.faults.items()))
     await _in_a_row(target, settings, checks, name, fault)
+    if settings.num_faults:
+        await marathon.run(target, settings, checks)
 
 
 async def _in_a_row(

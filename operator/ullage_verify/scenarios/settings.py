@@ -15,6 +15,8 @@ class Settings:
     """Duration of the soak."""
     large_tokens: int = 8_000
     """Prompt size from which Ullage uses the pool for large requests."""
+    num_faults: int = 0
+    """Number of faults at random moments, after each fault was made once."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Faults that may be made, by name."""
     processes: ServerProcesses | None = None

@@ -1,0 +1,66 @@
+"""Kinds of requests whose answers must survive a fault, each in its own way."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+_WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A kind of request."""
+
+    name: str
+    question: str
+    fields: Mapping[str, Any]
+    """Fields of the request, besides the question and the number of tokens."""
+
+
+KINDS = (
+    Kind("greedy", "Why is the sky blue?", {"ignore_eos": True}),
+    Kind("greedy", "What is gravity?", {"ignore_eos": True}),
+    Kind("greedy", "Tell me about the sea.", {"ignore_eos": True}),
+    Kind(
+        "sampled",
+        "Write a story about a harbour.",
+        {"temperature": 0.8, "seed": 7, "ignore_eos": True},
+    ),
+    Kind(
+        "schema",
+        "Describe a person.",
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "person", "schema": _PERSON, "strict": True},
+            }
+        },
+    ),
+    Kind(
+        "tools",
+        "How is the weather in Paris?",
+        {"tools": [_WEATHER], "tool_choice": "required"},
+    ),
+    Kind(
+        "choices",
+        "Write a line about winter.",
+        {"n": 4, "temperature": 0.8, "seed": 11, "ignore_eos": True},
+    ),
+)

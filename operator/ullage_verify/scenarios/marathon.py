@@ -1,0 +1,150 @@
+"""Many faults at random moments of many streams: is a word lost, and how long do streams pause?"""
+
+import asyncio
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ullage_verify.client import Answer
+from ullage_verify.criteria import Checks
+from ullage_verify.faults import Fault
+from ullage_verify.kinds import KINDS, Kind
+from ullage_verify.scenarios.settings import Settings
+from ullage_verify.target import Target
+
+TOKENS = 160
+MAX_GAP_S = 30.0
+PAUSE_S = (0.1, 2.0)
+"""Shortest and longest time from a recovery to the next fault."""
+PATIENCE_S = 120.0
+"""Time after which a server counts as dead."""
+POLL_S = 0.02
+
+
+@dataclass
+class Marathon:
+    """The streams and faults so far."""
+
+    expected: Mapping[Kind, str]
+    """Undisturbed texts."""
+    answers: list[tuple[Kind, Answer]] = field(default_factory=list)
+    fault_times: list[float] = field(default_factory=list)
+    last_text_at: float = 0.0
+    """Moment of the latest text of any stream."""
+    is_over: bool = False
+
+    def on_text(self, answer: Answer) -> None:
+        """Note that a stream got text."""
+        self.last_text_at = answer.last_at or 0.0
+
+    def disturbed(self) -> Sequence[tuple[Kind, Answer]]:
+        """Return the answers during which a fault happened."""
+        return [
+            (kind, answer)
+            for kind, answer in self.answers
+            if any(answer.began_at < at < answer.ended_at for at in self.fault_times)
+        ]
+
+
+async def run(target: Target, settings: Settings, checks: Checks) -> None:
+    """Make random faults while a stream of every kind runs, and compare all answers."""
+    expected = await _undisturbed(target, checks)
+    if not expected:
+        return
+    marathon = Marathon(expected)
+    streams = [asyncio.create_task(_stream(target, marathon, kind)) for kind in expected]
+    try:
+        is_alive = await _make_faults(settings, marathon)
+        marathon.is_over = True
+        if is_alive:
+            await asyncio.gather(*streams)
+    finally:
+        for stream in streams:
+            stream.cancel()
+    checks.holds(
+        "the server comes back from every fault",
+        is_alive,
+        f"{settings.num_faults}",
+        f"{len(marathon.fault_times)}",
+    )
+    _check(checks, marathon)
+
+
+async def _undisturbed(target: Target, checks: Checks) -> Mapping[Kind, str]:
+    """Return the texts that are the same in two undisturbed runs, by kind."""
+    runs = [await asyncio.gather(*(_ask(target, kind) for kind in KINDS)) for _ in range(2)]
+    expected: dict[Kind, str] = {}
+    for kind, first, second in zip(KINDS, *runs, strict=True):
+        if not first.is_whole:
+            checks.skip(f"{kind.name}: {kind.question}", f"the server answers {first.outcome}")
+        elif first.text != second.text:
+            checks.skip(f"{kind.name}: {kind.question}", "the answers differ without a fault, too")
+        else:
+            expected[kind] = first.text
+    return expected
+
+
+async def _stream(target: Target, marathon: Marathon, kind: Kind) -> None:
+    while not marathon.is_over:
+        answer = await _ask(target, kind, marathon)
+        marathon.answers.append((kind, answer))
+        if answer.is_refused:
+            await asyncio.sleep(answer.retry_after_s or 1.0)
+
+
+async def _ask(target: Target, kind: Kind, marathon: Marathon | None = None) -> Answer:
+    messages = [{"role": "user", "content": kind.question}]
+    on_text = marathon.on_text if marathon else None
+    return await target.client.chat(target.model, messages, TOKENS, on_text, **kind.fields)
+
+
+async def _make_faults(settings: Settings, marathon: Marathon) -> bool:
+    """Make the faults, and return whether the server came back from each."""
+    chooser = random.Random(1)
+    names = sorted(settings.faults)
+    for number in range(settings.num_faults):
+        await asyncio.sleep(chooser.uniform(*PAUSE_S))
+        name = chooser.choice(names)
+        fault: Fault = settings.faults[name]
+        settings.progress(f"fault {number + 1} of {settings.num_faults}: {name}")
+        await fault()
+        happened_at = time.monotonic()
+        marathon.fault_times.append(happened_at)
+        while marathon.last_text_at <= happened_at:
+            if time.monotonic() > happened_at + PATIENCE_S:
+                return False
+            await asyncio.sleep(POLL_S)
+    return True
+
+
+def _check(checks: Checks, marathon: Marathon) -> None:
+    answered = [(kind, each) for kind, each in marathon.answers if not each.is_refused]
+    lost = [(kind, each) for kind, each in answered if not each.is_whole]
+    differing = [
+        kind for kind, each in answered if each.is_whole and each.text != marathon.expected[kind]
+    ]
+    seen = f"{len(lost)} of {len(answered)}"
+    if lost:
+        kind, answer = lost[0]
+        seen += f" ({kind.name}: {answer.error[:60]})"
+    checks.holds("lost answers", not lost, "0", seen)
+
+    counts = Counter(kind.name for kind in differing)
+    seen = f"{len(differing)} of {len(answered)}"
+    if differing:
+        seen += f" ({', '.join(f'{count} {name}' for name, count in sorted(counts.items()))})"
+    checks.holds("answers with other words", not differing, "0", seen)
+
+    gaps = sorted(answer.longest_gap_s for _, answer in marathon.disturbed())
+    if len(gaps) < 2:
+        checks.skip("p95 of the longest pause", "no answer had a fault in its middle")
+        return
+    checks.at_most("p95 of the longest pause", statistics.quantiles(gaps, n=20)[-1], MAX_GAP_S)
+    checks.figures["faults"] = len(marathon.fault_times)
+    checks.figures["answers"] = len(answered)
+    checks.figures["disturbed"] = len(gaps)
+    checks.figures["pause_p50_s"] = round(statistics.median(gaps), 3)
+    checks.figures["pause_max_s"] = round(gaps[-1], 3)
