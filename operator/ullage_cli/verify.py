@@ -26,6 +26,7 @@ HELP = """scenarios:
   overload   sixty large requests at once, whose clients return when they are told to
   oom        requests that end engines elsewhere, beside three streams of other clients
   large      prompts above the threshold, and their route
+  shift      short prompts, long ones, and short ones again
   soak       four conversations for some minutes
   inject     faults in the middle of answers (needs --pid, --pod or --admin)
   all        all of them, in this order
@@ -57,7 +58,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("scenario", choices=(*SCENARIOS, "all"))
     add_target(parser)
-    parser.add_argument("--minutes", type=minutes, default=2.0, help="duration of the soak (2)")
+    parser.add_argument(
+        "--minutes",
+        type=minutes,
+        default=2.0,
+        help="duration of the soak, which is twice that of the shift (2)",
+    )
     parser.add_argument(
         "--large-tokens",
         type=positive,

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ullage_verify.criteria import Checks, Criterion
-from ullage_verify.scenarios import inject, large, oom, overload, soak, streams
+from ullage_verify.scenarios import inject, large, oom, overload, shift, soak, streams
 from ullage_verify.scenarios.settings import Settings
 from ullage_verify.target import Target
 
@@ -16,6 +16,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "overload": overload.run,
     "oom": oom.run,
     "large": large.run,
+    "shift": shift.run,
     "soak": soak.run,
     "inject": inject.run,
 }

@@ -39,7 +39,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(marathon, "PAUSE_S", (0.0, 0.1))
 
 
-@pytest.mark.parametrize("name", ["streams", "overload", "oom", "large", "soak"])
+@pytest.mark.parametrize("name", ["streams", "overload", "oom", "large", "shift", "soak"])
 def test_a_good_server_passes(checked: Checked, name: str) -> None:
     criteria = checked(scenario(name))
     assert failed(criteria) == []
@@ -160,6 +160,18 @@ def test_large_is_skipped_where_the_context_is_too_small(checked: Checked) -> No
 )
 def test_soak(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
     assert name in failed(checked(probed(scenario("soak"), **behaviour)))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "name"),
+    [
+        ({"drops_streams": True}, "prompts of 100, 536 and 100 tokens: no failure"),
+        ({"slows_after": 40}, "speed with short prompts afterwards"),
+        ({"max_running": 0, "retry_after": ""}, "short prompts are served"),
+    ],
+)
+def test_shift(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
+    assert name in failed(checked(probed(scenario("shift", minutes=0.1), **behaviour)))
 
 
 def faulty(fault: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ class Settings:
     """What the command line says about a run."""
 
     minutes: float = 2.0
-    """Duration of the soak."""
+    """Duration of the soak. The shift takes half of it."""
     large_tokens: int = 8_000
     """Prompt size from which Ullage uses the pool for large requests."""
     num_faults: int = 0

@@ -44,6 +44,8 @@ class Behaviour:
     large_tokens: int = 300
     serves_stats: bool = True
     states_context: bool = True
+    slows_after: int = -1
+    """Requests after which every token takes ten times as long."""
     grows_bytes: int = 0
     """Growth of the reported resident memory with every request."""
     adapters: tuple[str, ...] = ()
@@ -180,7 +182,8 @@ class FakeServer:
                 request.transport.abort()
                 return response
             await response.write(_event({"choices": [{"delta": {"content": word}}]}))
-            await asyncio.sleep(TOKEN_S)
+            is_slow = 0 <= behaviour.slows_after < self.requests
+            await asyncio.sleep(10 * TOKEN_S if is_slow else TOKEN_S)
         if not behaviour.drops_streams:
             end = {"choices": [{"delta": {}, "finish_reason": "length"}], "usage": usage}
             await response.write(_event(end) + b"data: [DONE]\n\n")

@@ -1,0 +1,67 @@
+"""A sudden shift from short prompts to long ones and back, without a change of settings."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+from ullage_verify.client import Answer
+from ullage_verify.criteria import Checks
+from ullage_verify.scenarios.settings import Settings
+from ullage_verify.target import Target
+
+NUM_CLIENTS = 4
+SHORT_TOKENS = 100
+LONG_TOKENS = 8_000
+ANSWER_TOKENS = 32
+PHASE_SHARE = 1 / 6
+"""Duration of a phase, as a share of `Settings.minutes`."""
+MIN_SPEED_SHARE = 0.9
+"""Least speed with short prompts after the long ones, as a share of the speed before them."""
+
+
+async def run(target: Target, settings: Settings, checks: Checks) -> None:
+    """Send short, long and again short prompts, and compare the two short phases."""
+    long_tokens = min(LONG_TOKENS, target.usable - ANSWER_TOKENS)
+    seconds = 60 * settings.minutes * PHASE_SHARE
+    numbers = itertools.count(20_000)
+    answers: list[Answer] = []
+    speeds: list[float] = []
+    for tokens in (SHORT_TOKENS, long_tokens, SHORT_TOKENS):
+        settings.progress(f"prompts of {tokens} tokens for {seconds:.0f} s")
+        began = time.monotonic()
+        phase = await _phase(target, numbers, tokens, began + seconds)
+        served = sum(answer.is_whole for answer in phase)
+        speeds.append(served / (time.monotonic() - began))
+        answers += phase
+
+    failed = [each for each in answers if not each.is_whole and not each.is_refused]
+    checks.holds(
+        f"prompts of {SHORT_TOKENS}, {long_tokens} and {SHORT_TOKENS} tokens: no failure",
+        not failed,
+        "200, 429 or 503",
+        f"{len(failed)} of {len(answers)}" + (f" ({failed[0].error[:60]})" if failed else ""),
+    )
+    if not speeds[0]:
+        checks.holds("short prompts are served", False, "some", "none")
+        return
+    share = speeds[-1] / speeds[0]
+    checks.at_least("speed with short prompts afterwards", share, MIN_SPEED_SHARE, "of before")
+    checks.figures["requests_per_s"] = [round(speed, 3) for speed in speeds]
+
+
+async def _phase(
+    target: Target, numbers: Iterator[int], tokens: int, ends_at: float
+) -> Sequence[Answer]:
+    """Return all answers to clients that send one prompt after the other until the end."""
+    answers: list[Answer] = []
+
+    async def client() -> None:
+        while time.monotonic() < ends_at:
+            prompt = target.prompt(next(numbers), tokens)
+            answers.extend(
+                await target.client.obey(target.model, prompt, ANSWER_TOKENS, ignore_eos=True)
+            )
+
+    await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
+    return answers
