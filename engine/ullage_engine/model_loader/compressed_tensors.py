@@ -1,10 +1,10 @@
-"""Reads checkpoints that store `weight` as int8 or float8 together with a `weight_scale`.
+"""Reads checkpoints that store matrices as int8 or float8 values together with their scales.
 
-compressed-tensors uses this form for int-quantized and float-quantized models, with one scale per
-tensor or per row. FP8 models from other tools use one scale per block of weights. These tools call
-the scale weight_scale_inv, even though weights are multiplied by it. An unsupported setting in
-quantization_config raises an error that names the setting, because ignoring the setting would
-misinterpret the stored values.
+compressed-tensors uses this form for int-quantized and float-quantized models, and stores one
+`weight_scale` per tensor or per row. FP8 models from other tools store one scale per block of
+weights, and call it `weight_scale_inv` even though weights are multiplied by it. Unsupported
+settings in quantization_config raise an error, because ignoring a setting could mean
+misinterpreting the stored values.
 """
 
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ class Scheme:
     rounds_activations: bool = False
     """Whether activations are rounded to int8, row by row.
 
-    FP8 activations are not rounded but kept in the computing dtype, which is more precise than the
-    model expects.
+    For FP8 models, activations stay in the computing dtype, which is more precise than the model
+    requires.
     """
 
 
 def read_scheme(config: HFConfig) -> Scheme:
-    """Read the scheme of a model with `quant_method` fp8 or compressed-tensors.
+    """Read how a model with `quant_method` fp8 or compressed-tensors is quantised.
 
     Raises:
         WeightsError: a setting is unknown or has an unsupported value.
@@ -135,12 +135,12 @@ _STORED = {"I8": "int", "F8_E4M3": "float"}
 """Maps safetensors dtype names to the type names in quantisation configurations."""
 
 _KNOWN = frozenset({"weight", "bias", "input_scale", "weight_zero_point", *SCALES})
-"""Name suffixes of the tensors that store one matrix. `input_scale`, the scale of FP8 activations,
-is ignored because FP8 activations are not rounded."""
+"""Name suffixes of the tensors that together store one matrix. The engine ignores `input_scale`,
+the scale of FP8 activations, because it does not round those activations."""
 
 
 class ScaledMatrices:
-    """Reads matrices in the formats fp8 and compressed-tensors (int and float)."""
+    """Reads matrices quantised with `quant_method` fp8 or compressed-tensors (int and float)."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
         self._reader, self._path, self._scheme = reader, config.path, read_scheme(config)
@@ -185,7 +185,7 @@ class ScaledMatrices:
         return values * scales.repeat_interleave(width, dim=1)[:, :columns]
 
     def _check_tensors(self) -> None:
-        """Raise an error if a matrix has a tensor that the engine does not use."""
+        """Raise an error if any tensor that belongs to a matrix would not be used."""
         for name in self._reader.names:
             stem, _, kind = name.rpartition(".")
             if self.is_quantised(stem) and kind not in self._known(name):

@@ -1,9 +1,8 @@
-"""Content digests of files, which show that two copies of a model are the same.
+"""Content digests of files, used to tell whether two copies of a model are identical.
 
-Each file is read once. Its digest is then cached in a small file in the weights folder, keyed by
-the file's path, size, inode and timestamps, so that later starts take milliseconds. The check of a
-hub file against the SHA-256 in its name always reads the file, because bit rot changes none of
-these properties.
+Each file is read once. Its digest is then cached in the weights folder, keyed by the file's path,
+size, inode and timestamps, so that later starts take milliseconds. Checking a hub file against the
+SHA-256 in its name always rereads the file, because bit rot changes none of these properties.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ _PIECE_BYTES = 4 << 20
 _HEX_DIGITS = 64
 _HUB_NAME = re.compile(r"[0-9a-f]{64}")
 _THREADS = 4
-"""Number of files that are read in parallel."""
+"""Maximum number of files to read in parallel."""
 _WAIT_S = 1.0
 
 
@@ -74,7 +73,7 @@ class Digests:
 
         Args:
             path: the file.
-            reads_again: whether to read the file even if its digest is cached, and replace the
+            reads_again: whether to reread the file even if its digest is cached, and replace the
                 cached digest. This detects disk corruption, which does not change the file's
                 timestamps.
 
@@ -113,7 +112,7 @@ class Digests:
 
     @contextlib.contextmanager
     def _reserved(self, kept: Path) -> Iterator[None]:
-        """Lock a file's digest, so that other engines wait until this engine has computed it."""
+        """Lock a file's digest, so that other engines wait for it instead of computing it again."""
         with contextlib.ExitStack() as stack:
             # If the folder cannot be written and locked, each engine reads the file itself.
             with contextlib.suppress(OSError):
@@ -163,8 +162,8 @@ def _weight_paths(files: ModelFiles) -> list[Path]:
 
 
 Wait = Callable[[Callable[[], None]], str]
-"""Function that waits for a digest and returns it. It calls its argument about once per second
-while waiting."""
+"""Function that waits for a digest and returns it. It calls the callback that it is given about
+once per second while waiting."""
 
 
 def begin(compute: Callable[[], str]) -> Wait:
@@ -195,7 +194,7 @@ def _settle(result: Future[str], compute: Callable[[], str]) -> None:
 
 
 def _key(path: Path) -> str:
-    """Return a cache key computed from a file's path, size, inode and timestamps."""
+    """Compute a file's cache key from its path, size, inode and timestamps."""
     status = path.stat()
     text = (
         f"{path.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} "

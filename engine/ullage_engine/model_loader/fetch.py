@@ -1,7 +1,7 @@
 """`ullage-engine fetch`: downloads a model from a hub or bucket to the cache and verifies it.
 
-The operator runs this command as a Job if several engines share one cache. The command serves the
-download's progress on a port, and prints the result as JSON on the last line of output.
+If several engines share a cache, the operator runs this command as a Job. The command serves its
+progress over HTTP, and prints the result as JSON on the last line of its output.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from ullage_engine.protocol.errors import WeightsError
 
 PATH = "/progress"
 MISUSE = 2
-"""Exit status for errors that a retry cannot fix."""
+"""Exit status for errors in the source itself, such as a wrong name, which a retry cannot fix."""
 FAILED = 1
 _SHA256_DIGITS = 64
 _READ_TIMEOUT_S = 5.0
@@ -58,12 +58,12 @@ class Misuse(WeightsError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A model file as listed by the hub."""
+    """A file of the model, as listed by the hub."""
 
     name: str
     size: int
     path: Path
-    """Path of the complete file in the cache."""
+    """Path of the file in the cache once it is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class FetchProgress:
     total_bytes: int = 0
     """Total size of the files in bytes, or 0 until the files are listed."""
     revision: str = ""
-    """Commit that is being fetched, or the hash that identifies the bucket listing."""
+    """Commit being fetched from the hub, or a hash of the bucket listing."""
     error: str = ""
 
     def to_json(self) -> str:
@@ -99,7 +99,7 @@ class Fetch(Protocol):
 
 
 class BucketFetch:
-    """The download of a model from a bucket. Bytes are verified as they arrive."""
+    """The download of a model from a bucket. Data is verified as it arrives."""
 
     def __init__(self, source: str) -> None:
         from ullage_engine.model_loader.s3 import Download
@@ -145,7 +145,7 @@ class HubFetch:
 
     @property
     def progress(self) -> FetchProgress:
-        """The current progress, computed from the sizes of the files in the cache."""
+        """The current progress, measured by the sizes of the files in the cache."""
         total = sum(file.size for file in self._files)
         done = sum(file.size for file in self._files if file.path.exists())
         if self._state == "fetching":
@@ -193,9 +193,9 @@ class HubFetch:
 
 
 def verify(files: Sequence[RemoteFile]) -> None:
-    """Check the cached files' sizes, and the SHA-256 of files that are named by it.
+    """Check the cached files' sizes, and the checksums of files that are named by their SHA-256.
 
-    A damaged file is deleted, so that the next attempt downloads it again.
+    Damaged files are deleted, so that the next attempt downloads them again.
 
     Raises:
         WeightsError: a file is missing or damaged.
@@ -228,7 +228,7 @@ def _verify(file: RemoteFile, digests: Digests) -> None:
 
 
 def _incomplete_bytes(blobs: Path) -> int:
-    """Return the total number of bytes in unfinished downloads."""
+    """Return the number of bytes downloaded so far in files that are not complete yet."""
     sizes = []
     for path in blobs.glob("*.incomplete"):
         try:
@@ -290,7 +290,7 @@ def serve(fetch: Fetch, host: str | None, port: int) -> None:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Log nothing, because the operator polls every few seconds."""
+            """Suppress access logs, because the operator polls every few seconds."""
 
     listener = listen(host, port)
     server = ThreadingHTTPServer(listener.getsockname()[:2], StatusHandler, bind_and_activate=False)
@@ -332,7 +332,7 @@ def _failed(fetch: Fetch, message: str) -> FetchProgress:
 
 
 def _finish(result: FetchProgress, report: Path | None) -> None:
-    """Print the result as the last line, and write it to the file that Kubernetes reads."""
+    """Print the result as the last line, and write it to the report file that Kubernetes reads."""
     line = result.to_json()
     print(line, flush=True)
     if report is not None:

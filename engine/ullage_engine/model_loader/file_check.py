@@ -1,4 +1,4 @@
-"""Checks that a path is a readable file and not a placeholder, and explains failures."""
+"""Checks that a path is a readable file and not a placeholder, such as a Git LFS pointer."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def check_file(path: Path) -> int:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Convert OS errors about a path into errors that suggest a fix."""
+    """Convert OS errors while accessing a path into errors that suggest a fix."""
     try:
         yield
     except OSError as error:

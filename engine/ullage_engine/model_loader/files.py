@@ -1,8 +1,8 @@
-"""Selects a model's files in a folder and checks their headers.
+"""Determines which files in a folder belong to a model, and checks their headers.
 
 This module does not import torch, so that the server process can check the files before it starts a
-worker. The worker's readers use the same list of files. The checks do not read tensor data, so they
-cannot detect wrong values.
+worker. The worker then reads exactly the files that were checked. The checks do not read tensor
+data, so they cannot detect wrong values.
 """
 
 import json
@@ -34,7 +34,7 @@ _BESIDE = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""Files in a model's folder that the engine reads in addition to the weights."""
+"""Files that the engine reads from a model's folder in addition to the weights."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 
@@ -42,7 +42,7 @@ _MAX_HEADER_BYTES = 100_000_000
 """Maximum header size in bytes that the safetensors library accepts."""
 
 _MAX_NAMED = 5
-"""Maximum number of files or numbers that an error message lists."""
+"""Maximum number of file names or file numbers to list in an error message."""
 
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -52,7 +52,7 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits per element, by safetensors dtype. The library rejects other dtypes."""
+"""Bits per element, by safetensors dtype. The safetensors library rejects other dtypes."""
 
 _MAGICS = {
     b"GGUF": "a GGUF file",
@@ -82,12 +82,12 @@ class _Span(NamedTuple):
 
 
 class Contradictions(NamedTuple):
-    """Tensors whose contents differ between a model's files, each with an error message."""
+    """Tensors about which a model's files disagree, each with an error message."""
 
     missing: dict[str, str]
-    """Tensors that are missing from the file that the index names."""
+    """Tensors that are missing from the file to which the index assigns them."""
     ambiguous: dict[str, str]
-    """Tensors whose contents differ between two files, unless the index names the last file."""
+    """Tensors whose contents differ between two files, unless the index points to the last file."""
 
 
 def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
@@ -113,12 +113,12 @@ def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
 
 
 def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
-    """Check the files of a model that vLLM loads with these arguments.
+    """Check a model's files before vLLM loads them with these arguments.
 
     Without an index, vLLM reads every safetensors file in a folder, so the folder must not contain
-    unrelated ones. Because it is unknown which tensors vLLM reads, the files must be consistent for
-    every tensor. The only exception is the output projection, which may be missing if the model can
-    use the embedding instead.
+    unrelated ones. Because it is unknown which tensors vLLM reads, the files must agree about every
+    tensor. The only exception is the output projection, which may be missing if the model can use
+    the embedding instead.
 
     Raises:
         WeightsError: `check_files` fails, tensors are ambiguous, or the folder has unrelated files.
@@ -157,10 +157,10 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, sorted by name.
 
-    If the folder has an index, the index lists the files, as in transformers and vLLM. Otherwise
-    `model.safetensors` is used if it exists. If neither exists, the folder must contain a single
-    file or all files `NAME-00001-of-0000N`. An ambiguous folder is refused. The header of each file
-    is read to check that the file is complete.
+    As in transformers and vLLM, the files listed by the folder's index are used if there is an
+    index, and `model.safetensors` otherwise. If neither exists, the folder must contain a single
+    safetensors file or one complete set of files `NAME-00001-of-0000N`. Ambiguous folders are
+    refused. Each file's header is read to check that the file is complete.
 
     Raises:
         WeightsError: files are missing, broken or ambiguous.
@@ -173,15 +173,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def contradictions(folder: Path) -> Contradictions:
-    """Return the tensors for which a model's files are inconsistent.
+    """Return the tensors about which a model's files disagree.
 
-    The caller decides which of these tensors matter, because inconsistencies in unused tensors are
-    harmless. The index defines which file holds a tensor. However, if several files contain a
-    tensor, transformers ignores the index and reads the tensor from the last file. The contents
-    must therefore be equal in all files, unless the index also names the last file.
+    The caller decides which of these tensors matter, because a disagreement about an unused tensor
+    is harmless. The index says which file holds each tensor. However, if several files contain a
+    tensor, transformers ignores the index and reads the tensor from the last file. The tensor's
+    contents must therefore be equal in all files, unless the index points to the last file as well.
 
     Raises:
-        WeightsError: `weight_files` fails.
+        WeightsError: files are missing, broken or ambiguous. See `weight_files`.
     """
     named = _named_files(folder)
     paths_of: dict[str, list[Path]] = {}
@@ -221,7 +221,7 @@ def read_safetensors_header(path: Path) -> list[str]:
 
 
 def _read_spans(path: Path) -> list[_Span]:
-    """Return the tensors in a safetensors file, with offsets from the start of the file."""
+    """Return the spans of a safetensors file's tensors, as offsets from the start of the file."""
     size = check_file(path)
     with explained(path), path.open("rb") as file:
         start = file.read(9)
@@ -248,7 +248,7 @@ def _read_spans(path: Path) -> list[_Span]:
 
 
 def _have_same(name: str, path: Path, other: Path) -> bool:
-    """Return whether a tensor has the same bytes, dtype and shape in two files."""
+    """Return whether two files contain the same bytes, dtype and shape for a tensor."""
     if path == other:
         return True
     one, two = (
@@ -284,7 +284,7 @@ def _may_be_tied(folder: Path) -> bool:
 
 
 def _named_files(folder: Path) -> dict[str, str] | None:
-    """Return a map from tensor names to file names, or None if the folder has no index."""
+    """Return the folder's index, which maps tensor names to file names, or None if it has none."""
     index = folder / INDEX
     return _read_index(index) if os.path.lexists(index) else None
 
@@ -340,7 +340,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _whole_set(folder: Path, files: Sequence[str], count: int) -> Sequence[str]:
-    """Return all files of a checkpoint that is split into `NAME-00001-of-0000N`.
+    """Return all files of a checkpoint that is split into files named `NAME-00001-of-0000N`.
 
     Raises:
         WeightsError: a file is missing, or the folder has other files.
@@ -373,7 +373,7 @@ def _check_length(path: Path, start: bytes, length: int, size: int) -> None:
 
     Args:
         path: the file.
-        start: the first bytes of the file: the encoded length, and the header's first byte.
+        start: first bytes of the file, which are the encoded length and the header's first byte.
         length: the decoded length.
         size: size of the file in bytes.
     """

@@ -1,7 +1,7 @@
-"""Reads GGUF files: metadata as a model configuration, and tensors dequantised one by one.
+"""Reads GGUF files: converts metadata to a model configuration, and dequantises tensors one by one.
 
-Metadata keys are translated to the keys of Hugging Face's config.json, and tensors are renamed to
-their Hugging Face names. One configuration reader therefore works for both formats.
+Metadata keys and tensor names are translated to those of Hugging Face checkpoints, so that the rest
+of the engine handles both formats alike.
 """
 
 import math
@@ -58,7 +58,7 @@ class GgufMetadata:
         return contents
 
     def config(self, vocab: int, tied: bool) -> HFConfig:
-        """Return the config.json settings that correspond to the file's metadata.
+        """Convert the file's metadata to the equivalent config.json settings.
 
         Raises:
             WeightsError: a key is missing or unknown, or has an unsupported value.
@@ -89,7 +89,7 @@ class GgufMetadata:
         return HFConfig(self._path, values, allows_unknown=self._allows_unknown)
 
     def _check_keys(self) -> None:
-        """Refuse files with unsupported metadata keys that would affect results."""
+        """Refuse unsupported metadata keys, because ignoring them could change results."""
         own = own_keys(dict.fromkeys(self._fields), self.architecture)
         values = {key: self._own(key) for key in own}
         section = HFConfig(self._path, values, allows_unknown=self._allows_unknown)
@@ -113,10 +113,10 @@ class GgufMetadata:
         return WeightsError(f"{self._path}: metadata {key!r} is missing; convert the file again")
 
     def _kv_heads(self) -> Json:
-        """Return the config.json keys for the number of KV heads and the layer types.
+        """Return the config.json settings for the number of KV heads and the layer types.
 
-        If the metadata list the number of KV heads of each layer, a layer with 0 KV heads is a
-        convolution.
+        The metadata may list the number of KV heads per layer, in which case layers with 0 KV heads
+        are convolutions.
         """
         heads = self._own("attention.head_count_kv")
         if not isinstance(heads, list):
@@ -154,7 +154,7 @@ class GgufMetadata:
         }
 
     def _check_head_dim(self, values: Json) -> None:
-        """Refuse partial rotary embeddings, and value heads that are not as wide as key heads."""
+        """Refuse partial rotary embeddings, and value heads that differ in size from key heads."""
         hidden = values["hidden_size"]
         heads = values["num_attention_heads"]
         assert isinstance(hidden, int)
@@ -214,7 +214,7 @@ GPT_OSS = {
 }
 
 NAMES = COMMON | LFM2
-"""Maps Hugging Face tensor names to GGUF names, both without layer prefix and suffix."""
+"""Maps Hugging Face tensor names to GGUF names, both without the layer prefix and the suffix."""
 
 BY_ARCHITECTURE = {"gpt-oss": NAMES | GPT_OSS}
 
@@ -228,7 +228,7 @@ _HUGGING_FACE = re.compile(
 
 
 def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
-    """Return the GGUF name of a Hugging Face tensor, and the index of its expert."""
+    """Convert a Hugging Face tensor name to the GGUF name and the expert index."""
     match = _HUGGING_FACE.fullmatch(name)
     assert match is not None, name
     prefix = "" if match["layer"] is None else f"blk.{match['layer']}."
@@ -238,7 +238,7 @@ def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
 
 
 def is_known(architecture: str, name: str) -> bool:
-    """Return whether any layer of this architecture reads a tensor with this GGUF name."""
+    """Return whether models of this architecture use a tensor with this GGUF name."""
     parts = {*BY_ARCHITECTURE.get(architecture, NAMES).values(), *EXPERTS}
     whole = "|".join(re.escape(part) for part in parts if part.endswith((".bias", ".weight")))
     weights = "|".join(re.escape(part) for part in [*parts, "rope_freqs"])
@@ -259,11 +259,11 @@ class GgufReader(PlainMatrices):
     """An open GGUF file, or all parts of a split GGUF file."""
 
     def __init__(self, path: Path, *, allows_unknown: bool = False) -> None:
-        """Map a file into memory, or all parts of a split file, and read the headers.
+        """Memory-map a file, or all parts of a split file, and read the headers.
 
         Raises:
-            WeightsError: a file is not GGUF or truncated, a part is missing, or the architecture
-                or quantisation is not supported.
+            WeightsError: a file is not GGUF or truncated, a part is missing, or the architecture or
+                quantisation is not supported.
         """
         self._path = path
         files = [_open(header.path) for header in check_gguf(path)]
@@ -275,11 +275,11 @@ class GgufReader(PlainMatrices):
 
     @property
     def config(self) -> HFConfig:
-        """The config.json that corresponds to the metadata."""
+        """The metadata, converted to the equivalent config.json."""
         return self._metadata.config(self._vocab(), tied="output.weight" not in self._tensors)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor by its Hugging Face name, reordered to Hugging Face's layout."""
+        """Read a tensor by its Hugging Face name, and convert it to Hugging Face's layout."""
         if ".mlp.experts." in name:
             return self._read_stacked(name)
         own, expert = gguf_name(self._metadata.architecture, name)
@@ -290,9 +290,9 @@ class GgufReader(PlainMatrices):
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Quantised formats of the weights: MXFP4 if there are gpt-oss experts, otherwise empty.
+        """Quantised formats of the weights: MXFP4 for gpt-oss with MXFP4 experts, otherwise empty.
 
-        Other quantised blocks are not listed, so that any format may be requested for them.
+        Other quantised blocks are not listed, because they can be converted to any format.
         """
         names = [name for name in self._tensors if ".ffn_gate_exps.weight" in name]
         is_packed = self.model_config.architecture == "gpt_oss" and any(map(self._is_mxfp4, names))
@@ -358,7 +358,7 @@ class GgufReader(PlainMatrices):
         return tensor is not None and tensor.tensor_type.name == "MXFP4"
 
     def _packed_encoding(self, name: str) -> Encoding | None:
-        """Return the encoding of the experts' matrices, stacked along their rows."""
+        """Return the encoding of a layer's stacked expert matrices, or None if any is not MXFP4."""
         names = _stacked_names(name)
         if not all(map(self._is_mxfp4, names)):
             return None
@@ -367,9 +367,9 @@ class GgufReader(PlainMatrices):
         return Encoding(format="mxfp4", shape=shape, group=BLOCK)
 
     def _unpermute(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Undo llama.cpp's interleaving of the rotary halves of Q and K in Llama models.
+        """Undo llama.cpp's interleaving of the rotary halves of Q and K weights in Llama models.
 
-        llama.cpp does not interleave other architectures.
+        llama.cpp leaves the weights of other architectures as they are.
         """
         heads = {
             "attn_q.weight": self.model_config.num_heads,
@@ -389,7 +389,7 @@ class GgufReader(PlainMatrices):
                 )
 
     def _check_names(self) -> None:
-        """Refuse tensors that no layer reads, because ignoring them could change answers."""
+        """Refuse files with tensors that no layer reads. Ignoring them could change answers."""
         for name in self._tensors:
             if not is_known(self._metadata.architecture, name):
                 raise WeightsError(
@@ -420,7 +420,7 @@ class GgufReader(PlainMatrices):
 
 
 def _stacked_names(name: str) -> list[str]:
-    """Return the GGUF names of the tensors that Hugging Face stores as one gpt-oss tensor."""
+    """Return the names of the GGUF tensors that make up one of Hugging Face's gpt-oss tensors."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(.+)", name)
     assert match is not None, name
     layer, part = match.groups()
@@ -430,15 +430,15 @@ def _stacked_names(name: str) -> list[str]:
 
 
 def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Interleave gate and up rows [experts, rows, ...], as Hugging Face stores them."""
+    """Interleave gate and up rows [experts, rows, ...], which is Hugging Face's row order."""
     return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
 
 
 class _FileReader(GGUFReader):
-    """The gguf library's reader, with a faster path for arrays.
+    """The gguf library's reader with a faster way to read arrays.
 
-    The library creates two mapped arrays for each string of a vocabulary, which takes three
-    seconds. This reader takes a tenth of a second.
+    The library creates two memory-mapped arrays per vocabulary string, which takes three seconds
+    for a whole vocabulary. This reader takes a tenth of a second.
     """
 
     def _get_field_parts(

@@ -1,11 +1,11 @@
 """Reads headers of GGUF files, and handles models that are split into several files.
 
-This module imports neither torch nor numpy, and reads no tensors. A header consists of the magic
-`GGUF`, the version (uint32), the numbers of tensors and of metadata pairs (uint64), the key-value
-pairs, and the name, shape, type and offset of each tensor. The data section follows at a multiple
-of the alignment. llama.cpp splits a model into files named `NAME-00001-of-0000N.gguf`. Only the
-first part contains all metadata pairs, while every part contains `split.no`, `split.count` and
-`split.tensors.count`.
+This module imports neither torch nor numpy, and does not read tensor data. A header consists of the
+magic `GGUF`, the version (uint32), the numbers of tensors and of metadata pairs (uint64), the
+key-value pairs, and the name, shape, type and offset of each tensor. The data section follows at a
+multiple of the alignment. llama.cpp splits a model into files named `NAME-00001-of-0000N.gguf`.
+Only the first part contains all metadata pairs, while every part contains `split.no`, `split.count`
+and `split.tensors.count`.
 """
 
 import errno
@@ -90,7 +90,7 @@ class GgufHeader:
     version: int = 0
     num_pairs: int = 0
     pairs: tuple[int, int] = (0, 0)
-    """Byte offsets at which the metadata pairs begin and end."""
+    """Byte offsets of the beginning and the end of the metadata pairs."""
     values: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Scalar and string values of the metadata pairs, by key."""
     tensors: list[GgufTensor] = field(default_factory=list)
@@ -108,12 +108,12 @@ class GgufHeader:
 
     @property
     def part(self) -> int:
-        """Index of this file among the parts of the split model, from 0."""
+        """Zero-based index of this file among the parts of the split model."""
         return self._number("split.no", 0)
 
     @property
     def num_tensors_of_all(self) -> int:
-        """Total number of tensors in all parts, or -1 if the metadata do not specify it."""
+        """Total number of tensors in all parts, or -1 if the metadata does not specify it."""
         return self._number("split.tensors.count", -1)
 
     def _number(self, key: str, default: int) -> int:
@@ -196,7 +196,7 @@ def _check_agreement(headers: Sequence[GgufHeader]) -> None:
 
 
 def join_parts(headers: Sequence[GgufHeader], target: Path) -> None:
-    """Write the parts of a split model into one file, with the first part's metadata pairs.
+    """Merge the parts of a split model into one file, with the first part's metadata pairs.
 
     Raises:
         OSError: the file cannot be written.
@@ -365,7 +365,7 @@ class _Cursor:
         self._skip(at - self._at)
 
     def _count(self, least: int) -> int:
-        """Read an item count. Check that the file has room for items of at least `least` bytes."""
+        """Read an item count, and check that the file has room for `least` bytes per item."""
         count = self._uint64()
         if count * least > self._size - self._at:
             raise ValueError(f"it claims {count:,} items, for which it has no room")

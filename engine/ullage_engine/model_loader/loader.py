@@ -1,12 +1,13 @@
-"""Prepared weights: one flat file in the computing dtypes, which every worker maps.
+"""Prepared weights: one flat file of tensors that are ready for use, which workers memory-map.
 
-The first start reads the checkpoint, fuses, converts and quantises its tensors, and writes the
-prepared file. A restarted worker only maps this file, read-only. If several engines share the
-folder, a file lock ensures that only one of them prepares the file.
+On the first start, the engine reads the checkpoint, fuses, converts and quantises its tensors, and
+writes the prepared file. Restarted workers just map this file read-only. If several engines share
+the folder, a file lock ensures that only one of them prepares the file.
 
 The file consists of a magic number, the length and SHA-256 of the header, the header (JSON), and
-the tensors at aligned offsets from the file's start. The header contains a checksum of each tensor.
-The tensors are checked when the file is first mapped after a boot or a change.
+the tensors at aligned offsets from the file's start. The header contains a checksum for each
+tensor. The checksums are verified when the file is first mapped after the machine boots or the file
+changes.
 """
 
 import contextlib
@@ -57,13 +58,13 @@ LAYOUT_VERSION = 12
 """Version of the prepared file format. Increment it whenever the content or layout changes."""
 
 ALIGNMENT = 4096
-"""Alignment of every tensor in bytes. It is one page, so that a single tensor can be mapped or
-sent."""
+"""Alignment of every tensor in bytes. It is one page, so that tensors can be mapped or sent
+individually."""
 
 LOCK_POLL_S = 0.05
 
 _MAX_COPIES = 4
-"""Maximum number of threads that copy tensors from a device in parallel for a comparison."""
+"""Maximum number of threads that copy tensors from a device in parallel to verify them."""
 
 _SLICE_BYTES = 64 << 20
 """Size in bytes of the chunks in which a tensor is copied from a device or hashed."""
@@ -91,7 +92,7 @@ ShardModel = Callable[[ModelConfig, dict[str, Encoding]], Shard]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Weights that are ready for use. They are read-only."""
+    """Read-only weights that are ready for use."""
 
     model_config: ModelConfig
     tensors: dict[str, torch.Tensor]
@@ -101,9 +102,10 @@ class LoadedModel:
     encodings: dict[str, Encoding] = field(default_factory=dict)
     """Encodings of the quantised matrices, by name."""
     key: str = ""
-    """Key of the prepared file, which identifies its source files and how they were prepared."""
+    """Key of the prepared file, which identifies the source files and how they were prepared."""
     content: str = ""
-    """Digest of all values and shapes, which is equal on all engines that have the same weights."""
+    """Digest of all values, shapes and encodings. Engines with the same weights have the same
+    digest."""
 
     def packed(self, name: str) -> Packed:
         """Return a quantised matrix by name, assembled from its tensors."""
@@ -155,25 +157,26 @@ def load_weights(
     shard: ShardModel | None = None,
     calibration: Calibration | None = None,
 ) -> LoadedModel:
-    """Map the prepared weights, after preparing them in `weights_dir` if necessary.
+    """Load the prepared weights from `weights_dir`, preparing them first if necessary.
 
     On a CPU, the tensors are views of the file's read-only mapping, so writing to them kills the
-    process. For other devices, the tensors are copied one by one, and progress is reported after
+    process. On other devices, the tensors are copied one by one, and progress is reported after
     each tensor.
 
     If calibration fails for any layer, all weights are rounded to nearest instead, and a warning is
-    logged. `weights_dir` keeps these weights, so that a restarted worker starts fast and resumes
-    open streams with the same weights.
+    logged. These weights are stored in `weights_dir` as well, so that a restarted worker starts
+    fast and resumes open streams with the same weights.
 
     Args:
-        model: the source and the form of the weights.
-        device: the device that computes.
+        model: the `model` section of the configuration, with the source and the quantisation.
+        device: the device to place the weights on.
         dtype: the computing dtype.
         weights_dir: folder of the prepared file.
         progress: called with the number of bytes done so far.
         shard: selects one rank's part. The returned configuration and size still describe the whole
             model.
-        calibration: method of rounding weights to int4, or None to round every weight to nearest.
+        calibration: calibration method for rounding weights to int4, or None to round every weight
+            to nearest.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
@@ -199,16 +202,15 @@ def check_loaded(
 ) -> None:
     """Compare weights in memory with the checksums in the prepared file.
 
-    If a tensor differs, the next start verifies the file first, and prepares it again if it is
-    damaged.
+    If a tensor differs, the next start verifies the file before using it, and prepares it again if
+    it is damaged.
 
     Args:
         loaded: the weights.
         weights_dir: folder of the prepared file.
         progress: called with the number of bytes compared so far.
-        shard: selects one rank's part. With a shard, the ranks divide the file's tensors among
-            themselves to verify their checksums, and each rank compares its own weights with the
-            file.
+        shard: selects one rank's part. In this case, each rank verifies the checksums of an equal
+            part of the file's tensors, and compares its own weights with the file.
         rank: this rank.
         num_ranks: number of ranks that share the check.
 
@@ -241,7 +243,7 @@ def check_loaded(
 def content_key(
     files: ModelFiles, form: PreparedForm, calibration: Calibration | None = None
 ) -> str:
-    """Return a key computed from everything that determines the content of the prepared file."""
+    """Compute the prepared file's key from everything that determines its content."""
     rounding = calibration.name if calibration else "nearest"
     # A start that refuses unknown keys must not map a file that was prepared while they were
     # allowed.
@@ -250,7 +252,7 @@ def content_key(
 
 
 def source_key(files: ModelFiles, use: str) -> str:
-    """Compute a key from `use` and the source files' paths, sizes and modification times."""
+    """Compute a key from the source files' paths, sizes and modification times, and from `use`."""
     digest = hashlib.sha256(f"{use}\n".encode())
     for path in _source_files(files):
         status = path.stat()
@@ -308,7 +310,7 @@ def _attach(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Return the prepared file and its header, after preparing the file if necessary."""
+    """Return the prepared file and its header, preparing the file first if necessary."""
     keys = dict.fromkeys(content_key(files, form, each) for each in (calibration, None))
     paths = [weights_dir / f"{key}.weights" for key in keys]
     try:
@@ -330,7 +332,7 @@ def _attach(
 def _find(paths: list[Path], progress: Progress) -> tuple[Path, Header] | None:
     """Return the first intact prepared file and its header, or None if no file is intact.
 
-    The optional second path is that of int4 weights that were rounded to nearest because
+    The second path, if any, is the file with int4 weights that were rounded to nearest because
     calibration failed.
     """
     for path in paths:
@@ -357,9 +359,9 @@ def _prepare_either(
 ) -> tuple[Path, Header]:
     """Write the prepared file, and fall back to rounding to nearest if calibration fails.
 
-    The calibrated weights are written to `path`, and the fallback is written to a different file.
-    The caller holds the lock of `path`, so a process that waits for the lock then finds one of the
-    two files.
+    The calibrated weights are written to `path`, and the fallback to a different file. The caller
+    holds the lock for `path`, so a process that was waiting for the lock then finds one of the two
+    files.
     """
     try:
         return path, _prepare(files, path, form, progress, calibration)
@@ -391,7 +393,7 @@ def _verified_header(path: Path, progress: Progress) -> Header | None:
 
 
 def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | None:
-    """Verify the checksums of a file's tensors. Return the name of a damaged tensor, or None."""
+    """Verify the checksums of a file's tensors. Return the name of the first mismatch, or None."""
 
     def is_whole(stored: StoredTensor) -> bool:
         with view[stored.offset : stored.end] as data:
@@ -412,7 +414,7 @@ def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | Non
 
 
 def _differing_tensor(loaded: LoadedModel, header: Header, progress: Progress) -> str:
-    """Verify the checksums of tensors in memory. Return the name of a wrong tensor, or ""."""
+    """Verify the checksums of tensors in memory. Return the name of the first mismatch, or ""."""
 
     def is_whole(stored: StoredTensor) -> bool:
         digest = hashlib.sha256()
@@ -438,9 +440,9 @@ def _differing_part(
     hashed: Sequence[StoredTensor],
     progress: Progress,
 ) -> str:
-    """Verify one rank's weights. Return the name of a wrong tensor, or an empty string.
+    """Verify one rank's weights. Return the name of the first mismatching tensor, or "".
 
-    The tensors in `hashed` are read from the file and compared with their checksums. The rank's
+    The checksums of the tensors in `hashed` are verified against the file's data. The rank's
     tensors in memory are then compared with the file.
     """
     own = shard(header.model_config, header.encodings)
@@ -474,7 +476,7 @@ def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
 
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a thread-safe function that adds to a byte count and reports the progress."""
+    """Return a thread-safe function that adds to the bytes done so far and reports the progress."""
     lock = threading.Lock()
     done = 0
 
@@ -514,7 +516,7 @@ def _mark_verified(path: Path) -> None:
 
 @contextmanager
 def _lock(paths: list[Path], progress: Progress) -> Iterator[None]:
-    """Hold the lock for preparing `paths`. While waiting, report the progress of the lock's holder.
+    """Hold the lock for preparing `paths`. While waiting, report the lock holder's progress.
 
     The kernel releases the lock if the process dies.
     """
@@ -645,7 +647,7 @@ def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _lay_out(model_config: ModelConfig, prepared: list[PreparedTensor]) -> Header:
-    """Assign file offsets to all tensors. Return the header, which has no checksums yet."""
+    """Assign file offsets to all tensors, and return a header without checksums."""
     room = ALIGNMENT
     while True:
         header = _header(model_config, prepared, room)
@@ -681,7 +683,7 @@ def _place(
     shard: ShardModel | None,
     progress: Progress,
 ) -> LoadedModel:
-    """Place the file's tensors, or one rank's slices of them, on the device."""
+    """Load the file's tensors, or one rank's slices of them, onto the device."""
     storage = _map(path)
     own = shard(header.model_config, header.encodings) if shard is not None else None
     is_copied = device.type != storage.device.type
@@ -705,10 +707,10 @@ def _place(
 
 
 def _map(path: Path) -> torch.Tensor:
-    """Map a file's pages, so that all processes that map the file share the memory.
+    """Memory-map a file, so that all processes that map it share the memory.
 
-    The mapping is read-only. A private writable mapping would hide stray writes. The kernel would
-    also refuse it if it exceeded memory and swap (vm.overcommit_memory 0).
+    The mapping is read-only. A private writable mapping would hide stray writes, and the kernel
+    would refuse it if it exceeded memory and swap (vm.overcommit_memory 0).
     """
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -1,9 +1,9 @@
-"""Handles tensors of a checkpoint that its configuration does not account for.
+"""Handles checkpoint tensors that the configuration does not account for.
 
 A configuration may tie the output projection to the embedding even though the files contain a
 separate projection. The files may also contain tensors, such as biases, that no layer of the model
-family reads. Ignoring either would change answers. The engine therefore uses the separate
-projection and refuses models with unread tensors.
+family reads. Ignoring such tensors could change answers. The engine therefore uses the separate
+projection, and refuses models with unread tensors.
 """
 
 import logging
@@ -23,20 +23,20 @@ from ullage_engine.protocol.errors import WeightsError
 log = logging.getLogger("ullage.engine.weights")
 
 _ROWS_AT_ONCE = 4096
-"""Number of rows that are compared at a time, to limit memory use."""
+"""Number of rows to compare at a time, to limit memory use."""
 
 _STORED = (
     *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
     *("weight_zero_point", "weight_zero", "weight_shape", "weight_g_idx", "input_scale"),
 )
-"""Name suffixes of the tensors that store quantised matrices."""
+"""Name suffixes of the tensors in which checkpoints store quantised matrices."""
 
 _HARMLESS = re.compile(
     r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|k_scale|v_scale|kv_scale"
     r"|q_scale|prob_scale|output_scale|input_zero_point)"
 )
 """Tensors that can be ignored safely: tables that the engine computes itself, and scales of
-activations and KV, whose dtypes the engine chooses itself."""
+activations and KV, for which the engine chooses the dtypes itself."""
 
 
 class Tensors(Protocol):
@@ -55,7 +55,7 @@ class Tensors(Protocol):
 
 
 def with_own_head(model_config: ModelConfig, tensors: Tensors) -> ModelConfig:
-    """Untie the output projection if it differs from the embedding, as transformers does."""
+    """Untie the output projection from the embedding if they differ, as transformers does."""
     heads = [
         name for name in tensors.names if name.startswith("lm_head.") and not name.endswith(".bias")
     ]
@@ -72,7 +72,7 @@ def with_own_head(model_config: ModelConfig, tensors: Tensors) -> ModelConfig:
 
 
 def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig) -> None:
-    """Refuse a checkpoint if it has tensors for the model's layers that no layer reads.
+    """Refuse a checkpoint that has tensors for the model's layers that no layer reads.
 
     Tensors of layers beyond the configured number are ignored. All-zero biases, which some
     quantisers write, are ignored too.
@@ -112,10 +112,10 @@ def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig)
 
 
 def check_contradictions(model_config: ModelConfig, found: Contradictions) -> None:
-    """Refuse files that disagree about a tensor that the model uses.
+    """Refuse a checkpoint whose files disagree about a tensor that the model uses.
 
     Raises:
-        WeightsError: two files contradict each other.
+        WeightsError: the index or the files contradict each other about a tensor.
     """
     read = _read_names(model_config)
     stems = _stems(read)
@@ -125,7 +125,7 @@ def check_contradictions(model_config: ModelConfig, found: Contradictions) -> No
 
 
 def _read_names(model_config: ModelConfig) -> set[str]:
-    """Return the names of the tensors that a model uses, as in unquantised checkpoints."""
+    """Return the names that a model's tensors have in unquantised checkpoints."""
     return {part.source for plan in plan_tensors(model_config) for part in plan.parts}
 
 
@@ -157,7 +157,7 @@ def _is_stored_part(name: str, stems: set[str]) -> bool:
 
 
 def _is_computed_with(name: str, model_config: ModelConfig) -> bool:
-    """Return whether a tensor belongs to a configured layer, the embedding, final norm or head."""
+    """Return whether a tensor is part of a configured layer, the embedding, final norm or head."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None:
         return int(layer[1]) < model_config.num_layers

@@ -33,19 +33,18 @@ from ullage_engine.quantization.formats import (
 MATRICES = frozenset(
     {"qkv", "output", "gate_up", "down", "conv_in", "conv_out", "experts_gate_up", "experts_down"}
 )
-"""Kinds of tensors that are quantised. Norms, routers and convolution taps keep the computing
-dtype."""
+"""Kinds of tensors to quantise. Norms, routers and convolution taps keep the computing dtype."""
 
 VOCABULARY = frozenset({"embedding", "head"})
-"""Kinds of tensors that may be int8 if a kernel can read them in tiles. Otherwise they keep the
-computing dtype."""
+"""Kinds of tensors that may be quantised to int8 if there is a kernel that reads them in tiles.
+Otherwise, these tensors keep the computing dtype."""
 
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-"""Dtypes whose elements are plain values without a scale."""
+"""Dtypes of unquantised tensors, whose elements need no scale."""
 
 FLOAT32 = frozenset({"router_bias"})
-"""Kinds of tensors that are always float32, because rounding them could change the routing to
-experts."""
+"""Kinds of tensors that are always float32, because rounding could change which experts a token is
+routed to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +75,14 @@ class PreparedTensor:
 
     @property
     def rounded_kinds(self) -> set[str]:
-        """Kinds of the checkpoint's quantised blocks, such as Q4_K, that are requantised."""
+        """Types of quantised blocks in the checkpoint, such as Q4_K, that are requantised."""
         if self.encoding is None or self.is_kept:
             return set()
         return {kind for part in self.plan.parts if (kind := self.reader.block_kind(part.source))}
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a calibration may round the matrix, because it is converted to int4."""
+        """Whether calibration may choose the rounding, because the matrix is converted to int4."""
         return self.encoding is not None and self.encoding.format == "int4" and not self.is_kept
 
     def weights(self) -> torch.Tensor:
@@ -102,7 +101,7 @@ class PreparedTensor:
 
         Args:
             rounded: the matrix as rounded by a calibration. If None, the checkpoint's quantised
-                values are kept or values are rounded to nearest.
+                values are kept if possible, and other values are rounded to nearest.
         """
         if self.encoding is None:
             yield (self._read(part).to(self.dtype) for part in self.plan.parts)
@@ -155,7 +154,7 @@ class PreparedTensor:
         return tensor if part.rearrange is None else part.rearrange(tensor)
 
     def _check_numbers(self, part: Part, tensor: torch.Tensor) -> None:
-        """Refuse values that indicate a damaged or incomplete file, such as NaN or only zeros."""
+        """Refuse values that indicate a damaged or incomplete file, such as NaN or all zeros."""
         if not tensor.numel():
             return
         least, most = (float(each) for each in tensor.aminmax())
@@ -172,14 +171,14 @@ class PreparedTensor:
 
 
 RoundLayer = Callable[[Sequence[PreparedTensor]], Mapping[str, Quantized]]
-"""Function that takes all tensors of a layer and returns the rounded matrices by name.
+"""Function that takes all tensors of a layer and returns its rounded matrices by name.
 
 It is called once per layer, in layer order.
 """
 
 
 class CalibrationError(Exception):
-    """Raised if a model or layer cannot be calibrated, with a one-line message."""
+    """Raised if a model or layer cannot be calibrated. The message is a single line."""
 
     def __init__(self, message: str, remedy: str) -> None:
         """Create the error.
@@ -193,7 +192,7 @@ class CalibrationError(Exception):
 
 
 class Calibration(Protocol):
-    """A method of rounding matrices to int4 based on the matrices' typical inputs."""
+    """A method of rounding matrices to int4 that takes their typical inputs into account."""
 
     @property
     def name(self) -> str:
@@ -215,7 +214,7 @@ class Calibration(Protocol):
             prepared: all tensors of the model.
             model_config: the model's configuration.
             device: the device that computes.
-            report: called whenever a matrix is rounded.
+            report: called after each matrix has been rounded.
 
         Returns:
             The function that rounds a layer, or None if no matrix needs calibration. The function
@@ -230,7 +229,7 @@ class Calibration(Protocol):
 def rounded_tensors(
     prepared: Iterable[PreparedTensor], round_layer: RoundLayer | None
 ) -> Iterator[tuple[PreparedTensor, Quantized | None]]:
-    """Yield all tensors in order, each with its calibrated matrix or None."""
+    """Yield all tensors in order, each with its matrix as rounded by the calibration, or None."""
     for prefix, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
         layer = list(group)
         rounded = round_layer(layer) if round_layer and prefix else {}
@@ -296,7 +295,7 @@ class PreparedForm:
         return chosen_encoding(asked, shape), False
 
     def _keeps_integers(self, reader: CheckpointReader) -> bool:
-        """Return whether int4 or int8 values of the checkpoint are kept for any layer matrix."""
+        """Return whether any layer matrix keeps int4 or int8 values from the checkpoint."""
         plans = filter(is_matrix, plan_tensors(reader.model_config))
         names = (part.source for plan in plans for part in plan.parts)
         kept = (reader.encoding(name, self._kept) for name in names)
@@ -304,7 +303,7 @@ class PreparedForm:
 
     @property
     def _kept(self) -> Format | None:
-        """Target format if the checkpoint's quantised values may be kept, otherwise None."""
+        """Target format for which the checkpoint's quantised values may be kept, or None."""
         if self.quantization == "auto":
             return "int4" if self._reads_tiles else None
         return None if self.quantization == "none" else self.quantization
@@ -335,7 +334,8 @@ def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | 
     """Return one encoding that keeps the quantised values of all stacked matrices, or None.
 
     For example, GGUF may use integers of different widths or group sizes for the three matrices
-    that are fused into one. These integers are then kept as int8 with the smallest group size.
+    that are fused into one. In this case, the integers are kept as int8 with the smallest group
+    size.
     """
     kept = [each for each in parts if each is not None]
     if not kept or len(kept) < len(parts):

@@ -1,9 +1,9 @@
-"""Proofs, which record the results of a verified start so that later starts can be checked.
+"""Proofs record the results of a verified start, so that later starts can be checked against them.
 
-A proof contains digests of the weights and of every table, norm and scale in memory, and the logits
-of a short test computation (the probe). The first start computes everything twice, and writes the
-proof next to the prepared weights if both results are equal. Every later start compares its own
-results with the proof before it serves requests.
+A proof contains digests of the weights and of every table, norm and scale in memory, as well as
+logits from a short test computation (the probe). The first start computes everything twice, and
+writes the proof next to the prepared weights if both results are equal. Every later start compares
+its own results with the proof before it serves requests.
 
 One file contains the proofs of all ranks that compute together. The file name contains the key of
 the weights and a digest of everything else that may change result bits, such as the hardware. A
@@ -30,20 +30,20 @@ VERSION = "1"
 """Version of proofs. Increment it when the probe or the digests change."""
 
 PAGE = 4096
-"""Number of weight bytes per page. The digest of a tensor covers one sum per page."""
+"""Number of weight bytes per page. A tensor's digest is computed from one sum per page."""
 
 READ_BYTES = 512 << 20
-"""Maximum number of weight bytes that a CPU reads per start, which takes about 50 ms.
+"""Maximum number of weight bytes to digest per start on a CPU, which takes about 50 ms.
 
-If the weights are larger, the start reads evenly spaced pages. A start on a GPU reads all weights.
+If the weights are larger, only evenly spaced pages are read. On a GPU, all weights are read.
 """
 
 SAMPLES = 256
 """Number of logits that are stored per row, evenly spaced over the vocabulary."""
 
 _SPREAD_SHARE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-"""Tolerance of a logit if the order of summation may differ between starts, as a fraction of the
-range of logits in the row."""
+"""Tolerance for a logit by dtype, as a fraction of the range of logits in its row. It applies if
+the order of summation may differ between starts."""
 
 _SLICE_PAGES = 4096
 _DIGEST_CHARACTERS = 32
@@ -54,7 +54,7 @@ _REMEDY = (
 )
 
 Facts = Mapping[str, str]
-"""Everything that may change result bits between starts, by name."""
+"""Everything that may change the bits of results between starts, by name."""
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -63,9 +63,10 @@ class Proof(msgspec.Struct, frozen=True):
     tensors: dict[str, str]
     """Digests of the tensors in memory, by name."""
     logits: str
-    """Digest of the probe's logits. It covers no rows if another rank computes the logits."""
+    """Digest of the probe's logits. If another rank computes the logits, this is a digest of no
+    rows."""
     samples: list[list[float]]
-    """Sampled logits of each row."""
+    """A sample of each row's logits."""
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -77,9 +78,9 @@ _SEPARATOR = b"\n"
 
 
 def _encode(stored: _Stored) -> bytes:
-    """Encode a proof file as a digest of the content, followed by the content.
+    """Encode a proof file as a digest of its content, followed by the content itself.
 
-    The digest detects disk corruption, so that no start is compared with a damaged proof.
+    The digest detects disk corruption, so that starts are never compared with a damaged proof.
     """
     content = msgspec.json.encode(stored)
     return hashlib.sha256(content).hexdigest().encode() + _SEPARATOR + content
@@ -131,7 +132,7 @@ class ProofFile:
 
 
 def tolerance(dtype: torch.dtype, *, is_exact: bool) -> float:
-    """Return how much logits may differ between starts, as a fraction of the range in their row."""
+    """Return by how much logits may differ between starts, as a fraction of their row's range."""
     return 0.0 if is_exact else _SPREAD_SHARE[dtype]
 
 
@@ -156,13 +157,13 @@ def confirm(
 
 
 def check(found: Proof, expected: Proof, tolerance: float, source: str) -> None:
-    """Compare a start with a proof.
+    """Check that the results of a start match a proof.
 
     Args:
         found: the results of the start.
         expected: the proof.
-        tolerance: tolerance of a logit, as a fraction of the range in its row. 0 requires equal
-            bits.
+        tolerance: tolerance for a logit, as a fraction of the range of logits in its row. With 0,
+            results must be bit-identical.
         source: origin of the proof, for the error message.
 
     Raises:
@@ -173,7 +174,7 @@ def check(found: Proof, expected: Proof, tolerance: float, source: str) -> None:
 
 
 def difference(found: Proof, expected: Proof, tolerance: float) -> str:
-    """Describe how a start differs from a proof, or return "" if it does not."""
+    """Describe how the results of a start differ from a proof. Return "" if they match."""
     names = sorted(found.tensors.keys() | expected.tensors.keys())
     changed = [name for name in names if found.tensors.get(name) != expected.tensors.get(name)]
     if changed:
@@ -233,7 +234,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def digest_weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of each tensor's pages, or only of some pages for large weights on a CPU.
+    """Return a digest of each tensor's pages. For large weights on a CPU, digest only some pages.
 
     The digest changes if a single value in these pages changes.
     """

@@ -1,21 +1,22 @@
 """Readers of quantised safetensors checkpoints, one for each tool that writes such checkpoints.
 
 Each tool (GPTQ, AWQ, FP8, MXFP4, compressed-tensors, `ullage quantize`) stores a matrix
-`name.weight` in several tensors. If the engine supports the quantised values, it keeps them and
-only rounds their scales to the computing dtype. Other matrices are dequantised.
+`name.weight` in several tensors. If the engine supports the format, it keeps the quantised values
+and only rounds the scales to the computing dtype. Otherwise, it dequantises the matrix.
 
-GPTQ and AWQ pack integers into int32, in groups of columns with scales and zero points: weight =
-(q - zero point) * scale. GPTQ packs along the columns (in) of qweight [in / n, out] and along the
-rows (out) of qzeros [groups, out / n], n = 32 / bits, lowest bits first, and stores the zero point
-minus one. Columns may belong to groups in any order (g_idx). AWQ packs four bits along the rows of
-both, in the order 0, 2, 4, 6, 1, 3, 5, 7, and stores zero points unchanged.
+GPTQ and AWQ pack integers into int32, in groups of columns that have their own scale and zero
+point: weight = (q - zero point) * scale. GPTQ packs along the columns (in) of qweight [in / n, out]
+and along the rows (out) of qzeros [groups, out / n], n = 32 / bits, lowest bits first, and stores
+the zero point minus one. Columns may belong to groups in any order (g_idx). AWQ packs 4-bit values
+along the rows of both tensors, in the order 0, 2, 4, 6, 1, 3, 5, 7, and stores zero points
+unchanged.
 
 gpt-oss (`quant_method: mxfp4`) stores experts as `name_blocks` uint8 [experts, out, groups, 16],
-two values per byte, the first in the low half, and `name_scales` uint8 [experts, out, groups]. All
-other tensors are bfloat16. `ullage quantize` (`quant_method: ullage`) writes int4 as
+with two values per byte (the first in the low half), and `name_scales` uint8 [experts, out,
+groups]. All other tensors are bfloat16. `ullage quantize` (`quant_method: ullage`) writes int4 as
 `name.weight_packed` uint8 [out, in / 2], laid out row by row as in `quantization.formats`, with
-`name.weight_scale` and `name.weight_zero` [out, groups]. Matrices that could not be grouped are
-int8 with a scale.
+`name.weight_scale` and `name.weight_zero` [out, groups]. Matrices that could not be divided into
+groups are stored as int8 with a scale.
 """
 
 from collections.abc import Callable
@@ -217,7 +218,7 @@ class PackedExperts:
         return self.quantized(stem).dequantise().view(experts, out, -1).transpose(1, 2)
 
     def _shape(self, stem: str) -> tuple[int, int, int]:
-        """Return the number of experts, of output rows and of groups."""
+        """Return the number of experts, output rows and groups."""
         blocks, scales = (self._reader.shape(f"{stem}_{each}") for each in ("blocks", "scales"))
         if len(scales) != 3 or blocks != (*scales, MXFP4_GROUP // 2):
             raise WeightsError(
@@ -290,7 +291,7 @@ class Matrices(Protocol):
     def quantized(self, stem: str) -> Quantized: ...
 
     def dequantised(self, stem: str) -> torch.Tensor:
-        """Return a matrix as float32 [out, in], or in the shape of an unquantised checkpoint."""
+        """Return a matrix as float32 [out, in], or in the shape used by unquantised checkpoints."""
         ...
 
 

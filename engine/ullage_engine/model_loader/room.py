@@ -1,7 +1,7 @@
 """Checks that a folder has room for files before the first byte is written.
 
-A folder in memory (tmpfs) may report more free space than the container's memory limit. Exceeding
-that limit would kill the process instead of failing the write.
+A folder in memory (tmpfs) may report more free space than the container's memory limit allows.
+Exceeding that limit would get the process killed instead of making the write fail.
 """
 
 import os
@@ -25,7 +25,8 @@ class Room:
     free: int | None
     """Free bytes of the folder's file system, or None if the file system does not report them."""
     memory: int | None
-    """Bytes that the container may still allocate, or None if the folder is not in memory."""
+    """Bytes of memory that the container may still allocate, or None if the folder is not in
+    memory."""
 
 
 def check_room(

@@ -1,9 +1,9 @@
-"""Fetches models and adapters from buckets, with all files from one listing of the bucket.
+"""Fetches models and adapters from buckets. All files of a download come from one bucket listing.
 
-The cache has one folder per listing. The folder has a temporary name until all of its files are
-fetched and verified, so that no incomplete model is used. A process and its children keep using the
-same listing of a model, so that the tokenizer and the weights have the same version, even after a
-worker restarts.
+The cache has one folder per listing. The folder has a temporary name until all of its files have
+been fetched and verified, so that incomplete models are never used. A process and its children keep
+using the same listing of a model, so that the versions of the tokenizer and the weights always
+match, even after a worker restarts.
 """
 
 import base64
@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 CACHE = "ULLAGE_S3_CACHE"
 """Environment variable that sets the cache folder of fetched objects."""
 PINS = "ULLAGE_S3_PINS"
-"""Environment variable that tells child processes which files to use for each source, as JSON."""
+"""Environment variable that tells child processes which cached files to use for each source, as
+JSON."""
 
 _LOG_S = 10.0
 """Seconds between log lines about a download's progress."""
@@ -51,12 +52,12 @@ _MD5 = re.compile(r'"[0-9a-f]{32}"')
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Describes which objects of a bucket's folder to fetch."""
+    """Describes which objects in a bucket folder to fetch."""
 
     patterns: tuple[str, ...]
     """Name patterns of the objects to fetch."""
     config: str
-    """Name of the configuration file that the folder must contain."""
+    """Name of the configuration file that must be in the folder."""
 
 
 @dataclass(slots=True)
@@ -66,13 +67,13 @@ class Download:
     total_bytes: int = 0
     """Total size of the files in bytes, or 0 until the bucket has listed the files."""
     bytes: int = 0
-    """Number of bytes that are in the cache so far."""
+    """Number of bytes in the cache so far."""
     version: str = ""
     """Version of the source: a hash of the keys, sizes and ETags in the bucket listing."""
 
 
 def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) -> Path:
-    """Fetch a model and return its path. This process and its children keep using these files.
+    """Fetch a model and return its path, which this process and its children use from then on.
 
     Raises:
         WeightsError: not all files could be fetched.
@@ -86,7 +87,7 @@ def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) 
 
 
 def pinned(source: str) -> str:
-    """Return the version of a source that this process uses, or "" before it is fetched.
+    """Return the version of a source that this process uses, or "" if it has not been fetched.
 
     The version identifies the bucket listing, so it is the same on all machines.
     """
@@ -97,8 +98,8 @@ def pinned(source: str) -> str:
 def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
     """Fetch the requested files under a prefix, and return the folder or GGUF file.
 
-    The bucket's current files are used. If the store does not answer or fails during the download,
-    the function falls back to the last complete download.
+    The bucket's current files are used if possible. If the store does not answer or fails during
+    the download, the function falls back to the last complete download.
 
     Raises:
         WeightsError: not all files could be fetched.
@@ -157,7 +158,7 @@ def _fetch(what: str, store: Bucket, key: str, items: Sequence[Listed], download
 
 
 def _named(folder: Path, key: str) -> Path:
-    """Return the path of the file if a source names a single file, otherwise the fetched folder."""
+    """Return the path of the fetched file if a source names a single file, otherwise the folder."""
     return folder / key.rpartition("/")[2] if _is_file(key) else folder
 
 
@@ -204,7 +205,7 @@ def _absence(text: str) -> S3Error:
 
 
 def _slug(address: str, key: str) -> str:
-    """Return a file name for a source that does not depend on its version."""
+    """Return a source's name in the cache, which does not depend on the version."""
     digest = hashlib.sha256(f"{address} {key}".encode()).hexdigest()[:12]
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", key.rpartition("/")[2])[:64]
     return f"{words or 'root'}-{digest}"
@@ -259,7 +260,7 @@ def _is_whole(folder: Path, items: Sequence[Listed]) -> bool:
 
 
 def _kept(bucket: str, key: str) -> Path | None:
-    """Return the files of a source's last complete download, if they still exist."""
+    """Return the path of a source's last complete download, or None if it no longer exists."""
     folder = cache_folder() / bucket
     slug = _slug(endpoint_of(bucket, os.environ).address, key)
     with contextlib.suppress(OSError):
@@ -337,7 +338,7 @@ class _Crc:
 
 
 class _Check:
-    """A checksum of an object, to verify the downloaded bytes."""
+    """An object's expected checksum, which verifies the downloaded bytes."""
 
     def __init__(self, name: str, hasher: _Hash, wanted: str, is_hex: bool = False) -> None:
         self.name = name
@@ -352,7 +353,7 @@ class _Check:
 
 
 def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
-    """Yield the checksum that an object must match, if the bucket has one for the whole object.
+    """Yield the checksum that an object must match, if the store has one for the whole object.
 
     The checksums of a multipart upload cover its parts instead of the whole object. The ETag of an
     object that is encrypted with a KMS key is not an MD5. MD5 is slower than the network, so it is
@@ -380,7 +381,7 @@ def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
 
 
 class _Log:
-    """Counts the downloaded bytes, and logs the progress."""
+    """Counts downloaded bytes and logs the progress."""
 
     def __init__(self, what: str, download: Download) -> None:
         self._what = what

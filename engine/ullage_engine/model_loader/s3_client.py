@@ -2,7 +2,7 @@
 
 Endpoint, region, credentials and certificates come from the environment, as for the AWS SDKs. The
 AWS Common Runtime finds credentials, signs requests, and retries requests that the store
-temporarily rejects. The runtime is imported when the first bucket is used.
+temporarily rejects. It is not imported until the first bucket is used.
 """
 
 import os
@@ -22,16 +22,16 @@ UNSIGNED = "AWS_NO_SIGN_REQUEST"
 _PART_BYTES = 8 << 20
 _CONNECTIONS = 8
 _MEMORY_BYTES = 1 << 30
-"""Memory limit of the AWS runtime in bytes, which is the smallest limit that it accepts."""
+"""Memory limit of the AWS runtime in bytes, set to the smallest value that the runtime accepts."""
 _LONGEST_ANSWER = 8 << 20
 _MOST_OBJECTS = 10_000
 _MOST_PAGES = 100
-"""Maximum number of pages in a listing. Pages that list only folders count as well."""
+"""Maximum number of pages in a listing, including pages that list only folders."""
 _TRY_LATER = (408, 412, 429)
 """Status codes below 500 that may be retried: timeout, changed object, too many requests."""
 _REDIRECTS = (301, 307)
 _WRONG_REGION = "AuthorizationHeaderMalformed"
-"""Error code of a request that was signed for a region other than the bucket's."""
+"""Error code returned if a request was signed for a region other than the bucket's."""
 _BUCKET = re.compile(r"[a-z0-9][-a-z0-9.]{1,61}[a-z0-9]")
 _TRUE = ("1", "true", "yes")
 
@@ -51,12 +51,12 @@ _REMEDIES = {
 
 
 _CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 503: "SlowDown"}
-"""Default error codes by HTTP status, for responses without an error code."""
+"""Error codes to assume for responses without one, by HTTP status."""
 _GAVE_UP = {
     "AWS_ERROR_S3_SLOW_DOWN": f"SlowDown: {_BUSY}",
     "AWS_ERROR_S3_INTERNAL_ERROR": f"InternalError: {_REMEDIES['InternalError']}",
 }
-"""Error codes for errors of the runtime that do not include the store's response."""
+"""Explanations of AWS runtime errors that do not include the store's response, by error name."""
 
 
 class S3Error(Exception):
@@ -67,7 +67,7 @@ class S3Error(Exception):
         self.is_outage = is_outage
         """Whether the store did not answer or was unable to serve the request."""
         self.is_final = is_final
-        """Whether a retry would fail as well, unless the user fixes the cause first."""
+        """Whether retrying is pointless until the user fixes the cause."""
 
 
 class BucketError(WeightsError):
@@ -154,7 +154,7 @@ def _no_address(endpoint: str) -> S3Error:
 
 
 class Bucket:
-    """A bucket that is read with credentials from the environment."""
+    """A bucket, accessed with credentials from the environment."""
 
     def __init__(self, bucket: str, environ: Mapping[str, str] = os.environ) -> None:
         """Set up the client without sending a request.
@@ -198,7 +198,7 @@ class Bucket:
         )
 
     def objects(self, prefix: str) -> Iterator[Listed]:
-        """Yield the objects whose keys begin with a prefix, except objects in subfolders.
+        """Yield the objects whose keys begin with a prefix, skipping objects in subfolders.
 
         Raises:
             S3Error: the objects cannot be listed, or there are too many for a model's folder.
@@ -232,7 +232,7 @@ class Bucket:
         return self._answer("HEAD", self._path(item.key), "HeadObject", asked)[0]
 
     def read(self, item: Listed, start: int, take: Callable[[memoryview], None]) -> None:
-        """Call `take` with the bytes of a listed object, in order, beginning at `start`.
+        """Pass the bytes of a listed object to `take`, chunk by chunk, beginning at offset `start`.
 
         All calls are made by one thread.
 
@@ -301,7 +301,7 @@ class Bucket:
         asked: Mapping[str, str],
         on_body: Callable[..., None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Start a request. Return it and a dictionary that is filled when the response arrives."""
+        """Start a request. Return it and a dictionary to be filled in when the response arrives."""
         done: dict[str, Any] = {"headers": {}}
 
         def on_headers(headers: list[tuple[str, str]], **_: Any) -> None:
@@ -325,7 +325,7 @@ class Bucket:
 def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
     """Return a provider of credentials from the environment or the SDKs' default chain.
 
-    Only the chain needs the system's CA certificates, which a container image may lack.
+    Only the default chain needs the system's CA certificates, which a container image may lack.
     """
     if environ.get("AWS_ACCESS_KEY_ID"):
         return auth.AwsCredentialsProvider.new_environment()
@@ -368,7 +368,7 @@ def _tls(io: Any, environ: Mapping[str, str]) -> Any:
 
 
 def _listed(page: ElementTree.Element, prefix: str) -> Iterator[Listed]:
-    """Yield the objects on a listing page that are directly in the folder, not in subfolders."""
+    """Yield the objects on a listing page that are directly in the folder, skipping subfolders."""
     is_encoded = page.findtext("EncodingType") == "url"
     for item in page.iter("Contents"):
         key = item.findtext("Key", "")

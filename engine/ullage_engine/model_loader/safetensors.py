@@ -21,7 +21,7 @@ from ullage_engine.quantization.formats import Encoding, Format, Quantized
 
 
 class CheckpointReader(Protocol):
-    """The interface to an open checkpoint of any format, with Hugging Face's tensor names."""
+    """The interface to an open checkpoint of any format. Tensors have their Hugging Face names."""
 
     @property
     def model_config(self) -> ModelConfig: ...
@@ -38,16 +38,17 @@ class CheckpointReader(Protocol):
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
         """Return the encoding that keeps a matrix's quantised values for a target format, or None.
 
-        If the values cannot be kept, the result is None and the caller must use `read` instead.
+        If the result is None, the quantised values cannot be kept, and the caller must use `read`
+        instead.
         """
         ...
 
     def quantized(self, name: str) -> Quantized:
-        """Return the quantised values of a matrix that has an `encoding`."""
+        """Return the quantised values of a matrix for which `encoding` does not return None."""
         ...
 
     def block_kind(self, name: str) -> str:
-        """Return the kind of a matrix's quantised blocks, such as Q4_K, or "" if it has none."""
+        """Return the type of a matrix's GGUF blocks, such as Q4_K, or "" if it has none."""
         ...
 
 
@@ -72,7 +73,7 @@ class SafetensorsReader(PlainMatrices):
     """Reads the safetensors files of one model directory."""
 
     def __init__(self, folder: Path, config: HFConfig | None = None) -> None:
-        """Read the configuration, unless it is passed, and map the files into memory.
+        """Memory-map the files, and read the configuration unless it is passed.
 
         Raises:
             WeightsError: a file is missing or broken, the files are ambiguous, or the architecture
@@ -113,12 +114,12 @@ class SafetensorsReader(PlainMatrices):
         return str(self._file(name).get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the rows `start` to `stop` - 1 of one tensor, as stored."""
+        """Read rows `start` to `stop` - 1 of one tensor, without converting the values."""
         rows: torch.Tensor = self._file(name).get_slice(name)[start:stop]  # type: ignore[no-untyped-call]
         return rows
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor, as stored."""
+        """Read one tensor without converting its values."""
         tensor: torch.Tensor = self._file(name).get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 

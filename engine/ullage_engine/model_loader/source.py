@@ -1,6 +1,6 @@
-"""Resolves a model's source URI, which has one of six schemes, to the model's files.
+"""Resolves a model's source URI, such as `hf://org/name`, to the model's files.
 
-This module imports neither torch nor model code, so the server process can use it to find the
+This module imports neither torch nor model code, so that the server process can use it to find the
 tokenizer.
 """
 
@@ -25,10 +25,10 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """Files that are downloaded from a hub repository or a bucket folder."""
 
 CONFIG = "config.json"
-"""Name of the configuration file that every model folder contains."""
+"""Name of the configuration file in every model folder."""
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""Name of the configuration file that every LoRA adapter folder contains."""
+"""Name of the configuration file in every LoRA adapter folder."""
 
 SCHEMES = (
     "pkg://package/file, file:///path, hf://org/name@revision, s3://bucket/prefix, "
@@ -63,11 +63,11 @@ class ModelFiles:
     """The files of a model on this machine."""
 
     path: Path
-    """Path of a `.gguf` file or of its first part, or of a directory with config.json,
-    tokenizer.json and safetensors files."""
+    """Path of a `.gguf` file (of the first part if the file is split), or of a directory with
+    config.json, tokenizer.json and safetensors files."""
     format: Literal["gguf", "directory"]
     allows_unknown: bool = False
-    """Whether unknown configuration keys are only logged instead of refused."""
+    """Whether to merely log unknown configuration keys instead of refusing the model."""
 
 
 def resolve_source(source: str) -> ModelFiles:
@@ -88,9 +88,9 @@ def resolve_source(source: str) -> ModelFiles:
 
 
 def model_version(source: str) -> str:
-    """Return the version of a bucket source that this process uses.
+    """Return which version of a source in a bucket this process uses.
 
-    The version is empty for other sources, and until the source is resolved.
+    For other sources, and until the source has been resolved, the version is empty.
     """
     if not is_of_bucket(source):
         return ""
@@ -292,7 +292,7 @@ def _remedy(folder: Path) -> str:
 
 
 def other_kind(path: Path) -> str:
-    """Describe an unusable file based on its name and suggest a fix, or return "" if unknown."""
+    """Recognise an unusable file by its name and suggest a fix. Return "" for unknown names."""
     for pattern, kind in _OTHER_KINDS.items():
         if re.fullmatch(pattern, path.name, re.IGNORECASE):
             return kind

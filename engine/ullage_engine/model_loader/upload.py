@@ -16,7 +16,7 @@ from ullage_engine.pinned_memory import PinnedMemory
 STAGING_BYTES = 32 << 20
 """Size in bytes of each of the two staging buffers.
 
-A PCIe copy of one buffer takes more than a millisecond, so the cost of starting the copy is
+Copying one buffer over PCIe takes more than a millisecond, so the cost of launching the copy is
 negligible.
 """
 
@@ -38,7 +38,7 @@ class CopyStream(Protocol):
 
 
 class CudaCopies:
-    """Copies on the device's current stream, so that later work on the stream sees the data."""
+    """Queues copies on the device's current stream, so that later work on it sees the data."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -60,7 +60,7 @@ class Uploader:
         Args:
             device: the device.
             staging: byte buffers of equal length, from which `stream` copies to the device.
-            stream: performs the copies to the device.
+            stream: stream that performs the copies to the device.
         """
         self._device = device
         self._staging = staging
@@ -71,10 +71,9 @@ class Uploader:
         """Number of bytes in the current staging buffer that pending copies may still read."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the device. Later work on the stream may read the contiguous copy.
+        """Copy a tensor to the device, and return a contiguous copy for later work on the stream.
 
-        When this method returns, the tensor's bytes have been read, so the tensor may be modified
-        or freed.
+        The host tensor may be modified or freed as soon as this method returns.
         """
         placed = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         source = as_bytes(tensor.contiguous())

@@ -1,4 +1,4 @@
-"""Admission control: admits or refuses each request by comparing its KV cost with free memory.
+"""Admission control: compares each request's KV cost with free memory to admit or refuse it.
 
 Samples of one prompt are admitted together or not at all. The module `refusals` defines the rules
 for refusals.
@@ -22,11 +22,12 @@ from ullage_engine.scheduler.state import SchedulerState
 from ullage_engine.scheduler.stats import WalkLimiter, holder_shares
 
 _QUEUE_BATCHES = 4
-"""Maximum size of the waiting queue in batches. Excess requests should queue in the router."""
+"""Maximum length of the waiting queue, as a multiple of the maximum batch size. Further requests
+should queue in the router."""
 
 
 class AdmissionControl:
-    """Converts each request to a sequence with reserved KV blocks, or refuses the request."""
+    """Turns each request into a sequence with reserved KV blocks, or refuses the request."""
 
     def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
         self._profile = profile
@@ -45,7 +46,7 @@ class AdmissionControl:
     def submit(self, requests: list[EngineRequest], resumed: bool) -> Rejected | None:
         """Admit all samples of one prompt together, or refuse them all without changing any state.
 
-        Resumed requests are refused only if they are invalid. If memory is short, they wait for it.
+        Resumed requests are only refused if they are invalid. If memory is short, they wait for it.
         """
         group = self._group(requests)
         if not resumed or not all(request.token_ids for request in requests):
@@ -62,9 +63,9 @@ class AdmissionControl:
     def can_start(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence may start.
 
-        Its reserved memory must have been granted. If a running sequence is about to compute
-        further blocks of the same prefix, the waiting sequence does not start yet, so that it can
-        share these blocks instead of recomputing them.
+        Its reservation must have been granted. If a running sequence is about to compute further
+        blocks of the same prefix, the waiting sequence is held back, so that it can share these
+        blocks instead of recomputing them.
         """
         if sequence.fork.parent or not self._reservations.is_granted(sequence):
             return False
@@ -81,11 +82,11 @@ class AdmissionControl:
         return True
 
     def is_complete(self, request: EngineRequest, resumed: bool) -> bool:
-        """Return whether a request that was admitted earlier has nothing left to generate."""
+        """Return whether a request that was admitted before has nothing left to generate."""
         return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
-        """Create a sequence with the priority and arrival of `rank`, ranked after its equals."""
+        """Create a sequence that ranks behind existing ones with the same priority and arrival."""
         self._num_submitted += 1
         return Sequence(
             request=request,
@@ -102,7 +103,7 @@ class AdmissionControl:
         return min(self._limits.max_model_len, pool_tokens)
 
     def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
-        """Return the maximum length in tokens of each of `num_samples` samples."""
+        """Return the maximum length in tokens of each sample, if there are `num_samples`."""
         longest = self.max_sequence_tokens
         limit = self._profile.session_kv_bytes
         if not (request.session_id and limit):
@@ -111,7 +112,7 @@ class AdmissionControl:
         return min(longest, most_tokens(self._profile, limit, num_prompt, num_samples))
 
     def releases(self) -> list[ReleaseState]:
-        """List the times and sizes of the expected memory releases. See `soonest_releases`.
+        """List when sequences are expected to release memory, and how much. See `soonest_releases`.
 
         If there are many sequences, the list may be slightly out of date.
         """
@@ -130,7 +131,7 @@ class AdmissionControl:
             yield each.after_s, each.num_bytes
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield how soon, in seconds, each sequence should release memory, and how many bytes."""
+        """Yield each sequence's expected memory release, as (seconds from now, bytes)."""
         for each in self._sequences:
             blocks = each.num_reserved + self._num_held(each)
             if blocks:
@@ -159,7 +160,7 @@ class AdmissionControl:
         return refuse_now(requests, needed, available, session, queue_slots, releases)
 
     def _session_bytes(self, session: str) -> int | None:
-        """Return the bytes that a session may still use, or None if it has no limit."""
+        """Return how many more bytes a session may use, or None if it has no limit."""
         limit = self._profile.session_kv_bytes if session else 0
         if not limit:
             return None
@@ -175,13 +176,13 @@ class AdmissionControl:
         return shares + sum(1 / self._cache.ref_count(block) for block in windows)
 
     def _queue_slots(self, num_requests: int) -> int:
-        """Return the number of free queue slots, which always suffices if the queue is empty."""
+        """Return the number of free queue slots. An empty queue always has enough."""
         num_waiting = self._sequences.num_waiting
         free = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
         return free if num_waiting else max(free, num_requests)
 
     def _min_blocks(self, sequence: Sequence) -> int:
-        """Count the blocks that a sequence of a group needs to generate one more token."""
+        """Count the blocks that one of a prompt's samples needs to generate another token."""
         return sample_blocks(
             self._profile,
             len(sequence.token_ids) + 1,
@@ -190,7 +191,7 @@ class AdmissionControl:
         )
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
-        """Create sequences for samples of one prompt. The first computes their common prefix."""
+        """Create sequences for one prompt's samples. The first computes their common prefix."""
         rank = Rank(-requests[0].priority, arrival=self._num_submitted, serial=0)
         parent, *others = [self.new_sequence(request, rank) for request in requests]
         for sequence in (parent, *others):

@@ -1,4 +1,4 @@
-"""Building blocks of a scheduler step: limits, prompt token budget and chunks of tokens.
+"""Building blocks of a step plan: limits, the prompt token budget and chunks of tokens.
 
 The functions depend only on sequences and limits. They allocate neither blocks nor slots.
 """
@@ -16,10 +16,10 @@ from ullage_engine.protocol.step_plan import Chunk
 from ullage_engine.scheduler.sequence import Sequence
 
 MIN_DECODES = 8
-"""Number of decodes that always fit in a step, regardless of context length.
+"""Number of decodes that a step may always include, regardless of context length.
 
-Decoding this few sequences takes about as long as decoding one, because every step has to read all
-model weights.
+Decoding so few sequences takes about as long as decoding a single one, because every step has to
+read all model weights.
 """
 
 _last_step_of = operator.attrgetter("last_step")
@@ -29,11 +29,11 @@ _last_step_of = operator.attrgetter("last_step")
 class PromptCost:
     """The cost of computing prompt tokens, relative to a token at the beginning of a prompt.
 
-    A token costs 1, plus 1 for every `even_context` tokens of context that it attends to.
+    A token costs 1, plus 1 per `even_context` tokens of context that it attends to.
     """
 
     even_context: float = math.inf
-    """Context length in tokens at which attention costs as much as all other work for a token.
+    """Context length in tokens at which a token's attention costs as much as the rest of its work.
 
     If infinite, the context length does not affect the cost.
     """
@@ -45,7 +45,7 @@ class PromptCost:
         return count * (1.0 + (start + count / 2) / self.even_context)
 
     def tokens_within(self, budget: float, start: int, most: int) -> int:
-        """Return how many tokens from position `start` on fit in a budget, capped at `most`."""
+        """Return how many tokens from position `start` on fit in a budget, up to `most`."""
         if self.of(start, most) <= budget:
             return most
         if budget <= 0.0:
@@ -78,12 +78,13 @@ class SchedulerLimits:
     replay_tokens: int = 0
     """Number of tokens to recompute in order to rebuild a convolution state from zero.
 
-    It accounts for all layers of the model on all ranks, and is 0 if the model has no convolutions.
+    The number accounts for all layers of the model on all ranks. It is 0 if the model has no
+    convolutions.
     """
     max_decodes: int = 1 << 30
     """Maximum number of sequences that one step decodes."""
     max_in_flight: int = 1
-    """Maximum number of step plans in flight, which is the number of pipeline stages."""
+    """Maximum number of step plans in flight, which equals the number of pipeline stages."""
     num_speculative_tokens: int = 0
     """Maximum number of draft tokens that one step verifies per sequence, or 0 for no drafts.
 
@@ -124,18 +125,18 @@ class PromptBudget:
 
 
 class Transfers(NamedTuple):
-    """Copies to and from KV tiers outside the device, to report to the server once completed."""
+    """Copies to and from KV tiers outside the device, reported to the server once completed."""
 
     stored: tuple[KvSlot, ...] = ()
     read: tuple[KvRead, ...] = ()
 
     def and_those_of(self, other: "Transfers") -> "Transfers":
-        """Combine these copies with those of another `Transfers`."""
+        """Return these copies together with those of another `Transfers`."""
         return Transfers(self.stored + other.stored, self.read + other.read)
 
 
 class Planned(NamedTuple):
-    """A step plan that is still in flight, that is, not committed yet."""
+    """A step plan in flight, that is, one that has not been committed yet."""
 
     entries: dict[str, tuple[Sequence, Chunk]]
     """Sequences of the plan by request id, each with the chunk of tokens to compute."""
@@ -151,7 +152,7 @@ def postponed_decodes(
     max_read_bytes: int,
     read_bytes: Callable[[int], int],
 ) -> set[str]:
-    """List the decodes that do not fit in a step. Longest-waiting sequences take precedence.
+    """Choose the decodes to postpone. Sequences that have waited longest decode first.
 
     Args:
         ready: sequences that can decode.
@@ -190,7 +191,7 @@ def make_chunk(
     slots: tuple[int | None, int] = (None, 0),
     draft: list[int] | None = None,
 ) -> Chunk:
-    """Make a chunk of `count` tokens from `start`. The sequence must already have the blocks.
+    """Make a chunk of `count` tokens from `start`. Blocks must have been allocated already.
 
     Args:
         sequence: the sequence to compute.
@@ -228,7 +229,7 @@ def make_chunk(
 def make_decode(sequence: Sequence) -> Chunk:
     """Make a decode chunk for a model without convolution states and sliding windows.
 
-    The result is identical to that of `make_chunk`, which takes three times as long.
+    `make_chunk` would return the same result but takes three times as long.
     """
     tokens = sequence.token_ids
     request = sequence.request
@@ -245,6 +246,6 @@ def make_decode(sequence: Sequence) -> Chunk:
 
 
 def banned_tokens(sequence: Sequence) -> list[int]:
-    """List the tokens that must not be sampled next: the stop tokens, until `min_tokens`."""
+    """List the tokens that must not be sampled next: stop tokens before `min_tokens` is reached."""
     request = sequence.request
     return request.stop_token_ids if sequence.num_output < request.min_tokens else []

@@ -1,11 +1,11 @@
 """Beam searches in the engine, with one sequence for each beam of a step.
 
-To reserve enough memory, a search is admitted like `width` samples of its prompt, and then starts
-with only one of them. From then on, each sequence represents one beam for one step: it computes its
-last token and reports the likeliest next tokens. Once all beams of a search have reported, the
-search advances: the next beams fork from the beams that they extend, and the old beams end. A beam
-that waits for memory delays its search. In the meantime, each of the other beams computes at most
-one extra token, which the search ignores.
+To reserve enough memory, a search is admitted as `width` samples of its prompt, but starts with
+only one of them. From then on, each sequence represents one beam for one step: it computes its last
+token and reports the likeliest next tokens. Once all beams of a search have reported, the search
+advances: new sequences fork from the beams that they extend, and the old sequences are cancelled. A
+beam that waits for memory delays its whole search. In the meantime, each of the other beams
+computes at most one extra token, which the search ignores.
 """
 
 from dataclasses import dataclass, field
@@ -23,16 +23,16 @@ from ullage_engine.scheduler.beam_search import BeamRules, Candidate, Hypothesis
 from ullage_engine.scheduler.scheduler import Scheduler
 
 _TOKENS_OF_A_SEQUENCE = 2
-"""Number of output tokens of a beam's sequence.
+"""Number of output tokens that a beam's sequence may generate.
 
-The first is the beam's token for the current step. The second keeps the sequence alive until the
-next beams have forked from it.
+The first is the beam's token for the current step. Room for a second one keeps the sequence alive
+until the next beams have forked from it.
 """
 
 
 @dataclass(slots=True, eq=False)
 class _BeamGroup:
-    """The state of one beam search, and its requests: one per returned hypothesis, best first."""
+    """The state of one beam search, and its requests: one per hypothesis to return, best first."""
 
     requests: list[EngineRequest]
     rules: BeamRules
@@ -60,11 +60,11 @@ class _BeamGroup:
         return self.first.sampling.top_logprobs or 0
 
     def roots(self) -> list[EngineRequest]:
-        """Build `width` requests with the search's prompt, one for each beam."""
+        """Build `width` requests for the bare prompt, to reserve memory for all beams."""
         return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
 
     def beam(self, place: int, token_ids: list[int]) -> EngineRequest:
-        """Build the request that computes the next step of one beam."""
+        """Build the request whose sequence computes the next step of one beam."""
         max_tokens = len(token_ids) + _TOKENS_OF_A_SEQUENCE
         return self._sequence(place, token_ids, min(self.first.max_tokens, max_tokens))
 
@@ -85,7 +85,7 @@ class _BeamGroup:
         )
 
     def add_output(self, output: TokenOutput) -> bool:
-        """Record the output of a beam's sequence, and return whether the search can advance."""
+        """Record a beam's output, and return whether all beams have reported."""
         if output.request_id in self.candidates or output.logprobs is None:
             return False
 
@@ -104,7 +104,7 @@ class _BeamGroup:
         self.candidates = {}
 
     def outputs(self) -> list[TokenOutput]:
-        """Return the outputs with the best hypotheses, one for each request."""
+        """Return one output per request, with the best hypotheses in order."""
         assert len(self.state.finished) >= len(self.requests), "fewer hypotheses than requests"
         pairs = zip(self.requests, self.state.finished, strict=False)
         return [self._output(request, hypothesis) for request, hypothesis in pairs]
@@ -131,7 +131,7 @@ class _BeamGroup:
 
 
 class BeamSearches:
-    """Manages all beam searches of an engine, and converts scheduler outputs to client outputs."""
+    """Manages an engine's beam searches, and replaces beams' outputs with the final answers."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -141,7 +141,7 @@ class BeamSearches:
     def start(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Start the beam search of these requests, or refuse it.
+        """Start a beam search that answers these requests, or refuse it.
 
         Returns:
             The refusal, which names the first request, or the outputs of requests that end
@@ -164,7 +164,7 @@ class BeamSearches:
         return []
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Replace the outputs of beams by those of finished searches. Pass on all other outputs."""
+        """Replace beams' outputs with those of finished searches. Pass on all other outputs."""
         if not self._by_member:
             return outputs
         passed = [each for each in outputs if each.request_id not in self._by_member]
@@ -175,7 +175,7 @@ class BeamSearches:
         return passed
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel a request if it belongs to a search. Return whether it does.
+        """Cancel a request if it belongs to a beam search. Return whether it does.
 
         The search ends when its last request is cancelled.
         """
@@ -188,7 +188,7 @@ class BeamSearches:
         return True
 
     def on_failed(self, failed: RequestFailed) -> list[RequestFailed]:
-        """Fail all requests of a search if one of its beams failed. Pass on other failures."""
+        """Fail all of a search's requests if one of its beams failed. Pass on other failures."""
         group = self._by_member.get(failed.request_id)
         if group is None:
             return [failed]

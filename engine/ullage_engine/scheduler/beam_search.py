@@ -1,4 +1,4 @@
-"""Beam search, as a pure function of the beams' likeliest tokens.
+"""Beam search, as a pure function from the likeliest next tokens to the next beams.
 
 The algorithm is that of `transformers.generate(num_beams=width, do_sample=False,
 early_stopping=False)`. Each step considers every extension of every beam by one token. If one of
@@ -35,8 +35,8 @@ class BeamRules:
         """Return the number of next tokens that every beam must report.
 
         A step needs the `width` likeliest extensions overall, and the `width` likeliest that do not
-        end. Within its beam, a needed token ranks behind at most the stop tokens and `width` - 1
-        other tokens.
+        end with a stop token. Within a beam, at most the stop tokens and `width` - 1 other tokens
+        can be likelier than a token that the step needs.
         """
         return self.width + len(self.stop_token_ids)
 
@@ -47,7 +47,7 @@ class Candidate:
 
     token_id: int
     report: TokenLogprobs
-    """Log-probabilities of the token and its alternatives, as reported to the client."""
+    """Log-probabilities of the token and its alternatives, to report to the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Beam:
     logprob: float = 0.0
     """Sum of the log-probabilities of the beam's tokens."""
     parent: int = 0
-    """Index of the beam in the previous step that this beam extends."""
+    """Index of the previous step's beam that this beam extends."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -106,7 +106,8 @@ def advance(
         candidates: for each beam, its `rules.num_candidates` likeliest next tokens, likeliest
             first. If a beam has fewer possible next tokens, all of them are listed.
         rules: the search's parameters.
-        is_last: whether the engine's length limit is reached before `max_tokens`.
+        is_last: whether this step must be the last because the engine's length limit has been
+            reached.
 
     Returns:
         The state after the step.
@@ -136,7 +137,7 @@ class _Extension(NamedTuple):
         return len(self.beam.tokens) + 1
 
     def score(self, rules: BeamRules) -> float:
-        """Return the score that the extension would have if it ended now."""
+        """Return the score that the extension would have as a finished hypothesis."""
         return float(self.logprob / self.length**rules.length_penalty)
 
     def ends(self, rules: BeamRules) -> bool:
@@ -153,7 +154,7 @@ class _Extension(NamedTuple):
 def _extensions(
     beams: Sequence[Beam], candidates: Sequence[Sequence[Candidate]]
 ) -> list[_Extension]:
-    """List all extensions of all beams, likeliest first, with ties in beam order."""
+    """List all extensions of all beams, likeliest first. Ties keep the order of the beams."""
     extended = [
         _Extension(beam.logprob + token.report.logprob, parent, beam, token)
         for parent, (beam, some) in enumerate(zip(beams, candidates, strict=True))
@@ -163,5 +164,5 @@ def _extensions(
 
 
 def _may_improve(best: _Extension, finished: Sequence[Hypothesis], rules: BeamRules) -> bool:
-    """Return whether the best extension, if it ended now, would be among the kept hypotheses."""
+    """Return whether the best extension, if it ended now, would be a hypothesis to keep."""
     return len(finished) < rules.width or best.score(rules) > finished[-1].score

@@ -6,14 +6,14 @@ from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.scheduler.sequence import Sequence
 
 _FIRST_COMPARED = 16
-"""Length in tokens of the first slices to compare."""
+"""Number of tokens in the first pair of slices to compare."""
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
     """Return the length of the longest common prefix of two token lists.
 
-    The time is proportional to the length of the prefix, regardless of the lengths of the lists.
-    Slices of doubling size are compared until they differ, and a binary search then finds the first
+    The time is proportional to the length of the prefix, however long the lists are. Slices of
+    doubling size are compared until a pair differs, and a binary search then finds the first
     difference.
     """
     low = 0
@@ -40,7 +40,7 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 
 
 def shared_tokens(requests: list[EngineRequest]) -> int:
-    """Count the leading tokens that all of these requests have in common.
+    """Return the length in tokens of the prefix that all of these requests have in common.
 
     The last token of each request is excluded, because each request must compute it to get its
     logits.
@@ -55,8 +55,8 @@ def prefix_under_way(
 ) -> tuple[Sequence, int] | None:
     """Find a running sequence that will compute blocks that a waiting sequence could reuse.
 
-    Only more important running sequences are considered. A sequence therefore never waits for a
-    less important one, and no two sequences wait for each other.
+    Only more important sequences are considered, so that no sequence waits for a less important
+    one, and no two sequences wait for each other.
 
     Returns:
         The running sequence and the length of the common prefix in tokens, rounded down to whole

@@ -2,13 +2,13 @@
 
 States are immutable: a step reads one slot and writes the next state to another slot. A failed step
 can therefore be retried, and forked sequences can share a state. A running sequence needs at most
-two slots, and the pool has two slots for each sequence that may run. A waiting sequence keeps its
-state until another sequence needs the slot.
+two slots, so the pool has two slots per sequence that may run. A waiting sequence keeps its state
+until another sequence needs the slot.
 
-The prefix cache and host memory store KV but no states. A missing state is rebuilt by replaying:
-earlier tokens are recomputed from a zero state, while attention reads their stored KV. The rebuilt
-state is exact once `replay_tokens` tokens have been replayed, or if the replay began at the start
-of the sequence. A replay may take several steps.
+The prefix cache and host memory store KV but no convolution states. A missing state is rebuilt by
+replaying earlier tokens: they are recomputed from a zero state, while attention reads their stored
+KV. The rebuilt state is exact once `replay_tokens` tokens have been replayed, or if the replay
+began at the start of the sequence. A replay may take several steps.
 """
 
 from ullage_engine.kv_cache.block_pool import BlockPool
@@ -18,7 +18,7 @@ from ullage_engine.scheduler.sequence_table import SequenceTable
 
 
 class ConvStatePool:
-    """Assigns convolution state slots to sequences. The pool is empty if `replay_tokens` is 0."""
+    """Assigns convolution state slots to sequences. Empty for models without convolutions."""
 
     def __init__(self, replay_tokens: int, max_sequences: int, sequences: SequenceTable) -> None:
         self.replay_tokens = replay_tokens
@@ -58,7 +58,7 @@ class ConvStatePool:
         return conv.state.slot if conv.state and is_usable else None, conv.next_slot
 
     def commit(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Replace the sequence's current state by the one that a computed chunk has written."""
+        """Replace the sequence's current state with the state written by a computed chunk."""
         slot = sequence.conv.next_slot
         if slot is None:
             return
@@ -73,7 +73,7 @@ class ConvStatePool:
     def share(self, parent: Sequence, child: Sequence) -> None:
         """Share the parent's state with a child that has forked from it.
 
-        The state is not shared if it covers tokens beyond the child's `num_computed`.
+        If the state already includes tokens beyond the child's `num_computed`, it is not shared.
         """
         state = parent.conv.state
         if state and state.num_tokens <= child.num_computed:
@@ -81,7 +81,7 @@ class ConvStatePool:
             child.conv.state = state
 
     def release_next(self, sequence: Sequence) -> None:
-        """Free the slot that was assigned for the sequence's next state."""
+        """Free the slot to which the sequence's next state would have been written."""
         if sequence.conv.next_slot is not None:
             self._slots.free([sequence.conv.next_slot])
             sequence.conv.next_slot = None
@@ -92,7 +92,7 @@ class ConvStatePool:
         self._drop(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that no slot is lost, and that no slot is both read and written."""
+        """Assert that no slot is leaked, and that no slot is both read and written."""
         conv_slots = [each.conv for each in self._sequences]
         states = [each.state.slot for each in conv_slots if each.state]
         written = [each.next_slot for each in conv_slots if each.next_slot is not None]
@@ -104,10 +104,10 @@ class ConvStatePool:
         assert not set(written) & set(states), "a state is overwritten"
 
     def _is_usable(self, state: ConvState, num_computed: int) -> bool:
-        """Return whether a step may continue from the state instead of replaying from zero.
+        """Return whether a step may continue from this state instead of replaying from zero.
 
-        Continuing must yield an exact state at `num_computed`, and must not compute more tokens
-        than a replay from the zero state.
+        This is the case if continuing leads to an exact state at `num_computed`, and does not take
+        more tokens than a replay from the zero state.
         """
         zero = max(0, num_computed - self.replay_tokens)
         return state.since <= zero <= state.num_tokens <= num_computed

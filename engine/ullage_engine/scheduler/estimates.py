@@ -5,20 +5,21 @@ import bisect
 _GROWTH = 1.125
 """Ratio of adjacent histogram bucket bounds, so that estimates are at most one eighth too high."""
 _RESCALE_AT = 1e12
-"""Observation weight at which all weights are rescaled, so that floats do not overflow."""
+"""Weight of an observation at which all weights are scaled down, so that floats do not overflow."""
 
 _SPEED_WEIGHT = 0.2
 """Weight of the latest measurement in the moving average of the decode speed."""
 _DEFAULT_DECODE_SPEED = 20.0
-"""Assumed decode speed of a sequence, in tokens per second, until the speed has been measured. This
-value only affects Retry-After."""
+"""Decode speed in tokens per second to assume for a sequence until the speed has been measured. It
+only affects Retry-After."""
 _STEP_WEIGHT = 0.05
 """Weight of the latest step in the moving average of the step time for its batch size.
 
-The weight is small so that occasional steps with prompts, which take much longer, do not dominate.
+The weight is small so that occasional steps with prompts, which take much longer, do not dominate
+the average.
 """
 _PREFILL_HALF_LIFE = 4096
-"""Half-life, in prompt tokens, of a step's weight in the prefill speed."""
+"""Number of later prompt tokens after which a step's weight in the prefill speed has halved."""
 _LEAST_PROMPT_SHARE = 0.1
 """Minimum fraction of a mixed step's time to attribute to its prompt tokens.
 
@@ -92,9 +93,9 @@ class ThroughputEstimator:
 
     The prefill speed is a least-squares fit to step times, in which each step is weighted by the
     square of its number of prompt tokens. Large chunks therefore dominate the fit. This is
-    intended, because a chunk of a few tokens takes almost as long as a chunk of a few hundred and
-    says little about long prompts. If a step also has decodes, the time of its prompt tokens is
-    estimated as the step time minus the time of a step with only the decodes.
+    intended: a chunk of a few tokens takes almost as long as a chunk of a few hundred, so it says
+    little about long prompts. If a step also has decodes, the time attributed to its prompt tokens
+    is the step time minus the time that the decodes alone would take.
     """
 
     def __init__(self) -> None:
@@ -148,7 +149,7 @@ class ThroughputEstimator:
         """Return the average step time in seconds for 1 decode, 2 to 3 decodes, 4 to 7 and so on.
 
         The list ends at the largest batch size observed so far, and its values never decrease.
-        Sizes that were not observed use the time of the next larger observed size.
+        Batch sizes that were not observed are assigned the time of the next larger observed size.
         """
         return self._steps.all()
 
@@ -174,7 +175,7 @@ class _SecondsBySize:
         observed."""
 
     def has(self, num_decodes: int) -> bool:
-        """Return whether any step with a similar number of decodes was observed."""
+        """Return whether any step in the same group of batch sizes was observed."""
         bucket = num_decodes.bit_length() - 1
         return bucket < len(self._seconds) and self._seconds[bucket] > 0.0
 

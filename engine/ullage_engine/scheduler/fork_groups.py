@@ -1,10 +1,10 @@
-"""Groups of samples of one prompt, in which one sample computes the common prefix for all."""
+"""Groups the samples of a prompt, so that only one of them computes their common prefix."""
 
 from ullage_engine.scheduler.sequence import Sequence
 
 
 class ForkGroups:
-    """Groups of samples of one prompt, with a parent that computes the common prefix for all.
+    """Groups samples of the same prompt, of which one (the parent) computes the common prefix.
 
     The other samples are its children. They wait until the parent has computed the common prefix,
     and then fork from it. If the parent is removed before that, the most important child takes its
@@ -33,7 +33,7 @@ class ForkGroups:
     def take_ready(self, parent: Sequence) -> list[Sequence]:
         """Remove and return the children that can fork from the parent now.
 
-        These children no longer depend on the parent.
+        From then on, these children no longer depend on the parent.
         """
         ready = self._children.get(parent)
         if not ready or parent.num_computed < ready[0].fork.num_shared_tokens:
@@ -49,7 +49,7 @@ class ForkGroups:
         """Remove a sequence from its group.
 
         Returns:
-            The children whose parent was this sequence. The first child becomes the new parent of
+            The children that were waiting for this sequence. The first one becomes the parent of
             the others.
         """
         if sequence.fork.parent:

@@ -1,8 +1,7 @@
 """The messages between a worker and its server about KV stored outside the device.
 
-The native scheduler and the vLLM worker plan the copies themselves. They use this module to
-exchange offers of new blocks, queries for stored blocks, and reports of completed copies with the
-server.
+The native scheduler and the vLLM worker plan the copies themselves. They use this module to offer
+new blocks to the server, query it for stored blocks, and report completed copies.
 """
 
 import itertools
@@ -27,21 +26,22 @@ from ullage_kv.keys import CHAIN_BYTES
 ANSWER_S = 15.0
 """Maximum time in seconds that a sequence waits for the answer to its query.
 
-A healthy server answers sooner, even if its tiers are slow. The timeout only guards against a
+A healthy server answers sooner even if its tiers are slow, so the timeout only guards against a
 faulty server.
 """
 _MAX_OFFERED = 4096
-"""Maximum number of blocks in unanswered offers, beyond which new blocks are not offered."""
+"""Number of blocks in unanswered offers at which no further blocks are offered."""
 _MAX_STORED = 64
-"""Maximum number of blocks that one step copies to the host, to limit the delay of the step."""
+"""Maximum number of blocks to copy to the host per step, so that the step is not delayed too
+much."""
 
 Place = TypeVar("Place")
-"""Location of an offered block, together with the content that it must still have when it is
+"""Location of an offered block, and the content that must still be there when the block is
 copied."""
 
 
 class Granted(NamedTuple, Generic[Place]):
-    """Host slots granted by the server, split by whether the block is still on the device."""
+    """Host slots granted by the server, split by whether their blocks are still on the device."""
 
     stored: list[tuple[KvSlot, Place]]
     """Slots to copy blocks to, with the locations of the blocks."""
@@ -78,7 +78,7 @@ class BlockOffers(Generic[Place]):
         return True
 
     def withdraw(self, chains: Collection[bytes] | None) -> None:
-        """Remove the blocks of these block chains from the next offer, or all blocks if None."""
+        """Remove blocks that belong to these chains from the next offer, or all blocks if None."""
         keys = [key for key in self._new_blocks if chains is None or key[:CHAIN_BYTES] in chains]
         for key in keys:
             del self._new_blocks[key]
@@ -103,7 +103,7 @@ class BlockOffers(Generic[Place]):
     def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
         """Take the granted slots to which the next step copies blocks.
 
-        `is_there` returns whether the offered block is still at a location.
+        `is_there` returns whether a location still holds the offered block.
         """
         granted = Granted[Place]([], [])
         for _ in range(min(_MAX_STORED, len(self._granted))):
@@ -117,7 +117,7 @@ class BlockOffers(Generic[Place]):
 
 @dataclass(slots=True, eq=False)
 class KvQuery:
-    """A query to the server for the stored KV of a sequence's blocks."""
+    """A query that asks the server for the stored KV of a sequence's blocks."""
 
     number: int
     first: int
@@ -166,7 +166,7 @@ class KvExchange(Generic[Place]):
         If a block is no longer on the device, its slot is returned to the server.
 
         Args:
-            is_there: returns whether the offered block is still at a location.
+            is_there: returns whether a location still holds the offered block.
         """
         granted = self._offers.take_granted(is_there)
         if granted.dropped:
@@ -174,7 +174,7 @@ class KvExchange(Generic[Place]):
         return granted.stored
 
     def discard(self, chains: list[bytes] | None) -> None:
-        """Discard the KV that tiers store for block chains, or for all chains if None."""
+        """Make all tiers discard the KV of these block chains, or all KV if None."""
         self._offers.withdraw(chains)
         self._outgoing.append(KvDamaged(chains=chains))
 
@@ -189,7 +189,7 @@ class KvExchange(Generic[Place]):
             request_id: the request that needs the blocks.
             first: index of the first requested block.
             keys: content keys of all blocks up to the last requested block.
-            is_rest: whether an earlier answer announced that these blocks were still being loaded.
+            is_rest: whether an earlier answer said that these blocks were still being loaded.
         """
         query = KvQuery(next(self._numbers), first, keys)
         self._queries[query.number] = query
@@ -213,7 +213,7 @@ class KvExchange(Generic[Place]):
             query.answer = answer
 
     def drop(self, query: KvQuery) -> None:
-        """End a query without copying anything, and release its slots on the server."""
+        """End a query without copying anything, and have the server release its slots."""
         self.settle(query)
         if query.answer is not None:
             self.give_back(query.number)
@@ -223,11 +223,11 @@ class KvExchange(Generic[Place]):
         del self._queries[query.number]
 
     def give_back(self, number: int) -> None:
-        """Tell the server to release the slots of an answer without copying from them."""
+        """Tell the server to release an answer's slots, because nothing is copied from them."""
         self._outgoing.append(KvRead(number=number, num_blocks=0))
 
     def report(self, stored: Iterable[KvSlot], read: Iterable[KvRead]) -> None:
-        """Report to the server the copies that all ranks have completed.
+        """Tell the server which copies all ranks have completed.
 
         Args:
             stored: slots to which blocks have been copied.

@@ -1,7 +1,7 @@
 """State transitions of sequences and their resources: start, preemption, fork and removal.
 
-Each transition updates blocks, reservations, slots and tables together. The order matters: for
-example, copies are planned before the blocks that they read are freed.
+Each transition updates blocks, reservations, slots and tables together. The order matters. For
+example, blocks are freed only after copies from them have been planned.
 """
 
 from ullage_engine.protocol.request_events import RequestEvents
@@ -47,7 +47,7 @@ class Lifecycle:
         self._sequences.start(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free a running sequence's memory and make it wait until all it needs is available."""
+        """Free a running sequence's memory, and make it wait for a new reservation."""
         # Before the blocks are freed, because the copy to the host reads them.
         if not (self._tiers and self._tiers.forget(sequence)):
             self._swap.swap_out(sequence)

@@ -1,4 +1,4 @@
-"""Decides which tokens the next step computes, and preempts sequences to make room for them."""
+"""Decides which tokens the next step computes, preempting sequences if blocks run out."""
 
 from itertools import compress
 
@@ -34,7 +34,7 @@ class BatchPlanner:
         self._max_read_bytes = state.limits.decode_tokens * self._read_bytes(1)
 
     def plan(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
-        """Plan a step for the running sequences. A plan with chunks is in flight from then on.
+        """Plan a step for the running sequences. If it has any chunks, the plan is now in flight.
 
         Args:
             prompt_tokens: maximum number of prompt tokens that the step computes.
@@ -102,7 +102,11 @@ class BatchPlanner:
         return self._present(running), max_decodes
 
     def _present(self, running: list[Sequence]) -> list[Sequence]:
-        """Filter out sequences whose KV is not on the device yet."""
+        """Filter out sequences whose KV is not on the device yet.
+
+        If every sequence left is about to have its KV copied back, all are kept, and the step waits
+        for the copies.
+        """
         if self._tiers:
             running = [each for each in running if not self._tiers.is_waiting(each)]
 

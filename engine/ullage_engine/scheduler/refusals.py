@@ -22,11 +22,11 @@ _MAX_RELEASES = 32
 def refuse_never_fits(
     requests: list[EngineRequest], profile: MemoryProfile, max_model_len: int, needed_bytes: int
 ) -> Rejected | None:
-    """Refuse requests that exceed the capacity of an empty engine or of their session.
+    """Refuse requests that would not fit even in an empty engine, or in an empty session.
 
     Args:
         requests: samples of one prompt.
-        profile: memory of the engine.
+        profile: memory capacity of the engine, and the KV costs of requests.
         max_model_len: maximum sequence length in tokens.
         needed_bytes: minimum KV bytes that the requests need in an empty engine.
 
@@ -72,9 +72,10 @@ def refuse_now(
     Args:
         requests: samples of one prompt.
         needed_bytes: KV bytes to reserve for the requests.
-        available_bytes: KV bytes that no request holds or has reserved.
-        session_bytes: KV bytes that the session may still use, or None if the session has no limit.
-        queue_slots: number of requests that may still be admitted to the waiting queue.
+        available_bytes: KV bytes that are neither in use nor reserved.
+        session_bytes: KV bytes that the session may use in addition, or None if the session has no
+            limit.
+        queue_slots: number of requests that the waiting queue has room for.
         releases: expected memory releases, as (seconds from now, bytes).
 
     Returns:
@@ -106,7 +107,7 @@ def refuse_now(
 def refuse_duplicates(
     requests: list[EngineRequest], served: Container[str], pool_bytes: int
 ) -> Rejected | None:
-    """Refuse the requests if any of their ids is in `served` or occurs twice."""
+    """Refuse the requests if any of their ids is already being served or occurs twice."""
     ids = [request.request_id for request in requests]
     for request in requests:
         if request.request_id in served or ids.count(request.request_id) > 1:
@@ -116,7 +117,7 @@ def refuse_duplicates(
 
 
 def soonest_releases(releases: Iterable[tuple[float, int]]) -> list[ReleaseState]:
-    """List up to 32 expected memory releases, soonest first. The last entry sums up the rest."""
+    """List up to 32 expected memory releases, soonest first. The last one includes all others."""
     ordered = sorted(releases)
     head = ordered[: _MAX_RELEASES - 1]
     rest = ordered[_MAX_RELEASES - 1 :]
@@ -137,7 +138,7 @@ def _never(request: EngineRequest, needed: int, available: int, reason: str) -> 
 
 
 def _retry_after(missing_bytes: int, releases: Iterable[tuple[float, int]]) -> float:
-    """Return the seconds until enough memory should have been released.
+    """Return in how many seconds enough memory should have been released.
 
     If the expected releases do not suffice, return the time of the last release.
     """

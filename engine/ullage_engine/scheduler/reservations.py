@@ -1,18 +1,19 @@
 """Reservations of KV blocks in the prefix cache's pool.
 
-An admitted sequence reserves the blocks for its prompt and expected output, except for the cached
-blocks of its prompt, which the sequence holds from admission on. The sequence allocates the
-reserved blocks as it grows. At all times, in blocks,
+An admitted sequence reserves blocks for its prompt and expected output, and allocates the reserved
+blocks as it grows. Blocks of the prompt that are already cached need no reservation, because the
+sequence holds them from admission on. At all times, in blocks,
 
     reserved and not yet allocated <= free + reclaimable
 
 so that a sequence within its reservation never waits for memory. A sequence that outgrows its
-reservation takes unreserved blocks. If there are none, blocks are revoked from the reservation of a
-less important sequence.
+reservation takes unreserved blocks. If there are none, it takes reserved blocks away from a less
+important sequence.
 
-Revoked blocks become a deferred reservation. Deferred reservations are granted before any new
-request is admitted, most important sequence first. A waiting sequence with a deferred reservation
-holds nothing, so that no sequence waits for memory held by another waiting sequence.
+A sequence whose blocks were revoked gets a deferred reservation for them. Deferred reservations are
+granted before any new request is admitted, most important sequence first. A waiting sequence with a
+deferred reservation holds nothing, so that no sequence waits for memory held by another waiting
+sequence.
 """
 
 import operator
@@ -26,14 +27,14 @@ from ullage_engine.scheduler.sequence import BlockTable, Sequence
 
 @dataclass(frozen=True, slots=True)
 class ReservationCost:
-    """Cost of a reservation: the blocks to reserve, and the cached blocks to reuse."""
+    """What a reservation would take: blocks to reserve, and cached blocks to reuse."""
 
     hits: list[int]
     """Cached blocks that match the sequence's prefix."""
     num_reserved: int
     """Number of blocks that the sequence will allocate from its reservation."""
     num_reclaimable: int
-    """Number of matching cached blocks that could be reclaimed if this sequence did not use
+    """Number of matching cached blocks that could be reclaimed if this sequence did not reuse
     them."""
 
     @property
@@ -54,7 +55,8 @@ class BlockReservations:
         self.num_deferred = 0
         """Upper bound on the total number of blocks in all deferred reservations."""
         self.num_withheld = 0
-        """Number of available blocks that new requests may not reserve."""
+        """Number of blocks withheld from new requests even if available. See
+        `Scheduler.withhold`."""
 
     @property
     def num_unreserved(self) -> int:
@@ -85,7 +87,7 @@ class BlockReservations:
         self._set_deferred(sequence, self._blocks_needed(sequence))
 
     def grant_deferred(self, by_rank: Iterable[Sequence]) -> None:
-        """Grant deferred reservations in full and in order of importance, until memory runs out."""
+        """Grant deferred reservations, most important first, until one cannot be met in full."""
         if not self._deferred:
             return
         for sequence in by_rank:
@@ -94,7 +96,7 @@ class BlockReservations:
                 return
 
     def add_cached(self, sequence: Sequence) -> None:
-        """Let a starting sequence reuse blocks that were cached since its reservation."""
+        """Let a starting sequence reuse blocks that were cached after it reserved its memory."""
         held = len(sequence.blocks.ids)
         if sequence.num_computed != held * self._cache.block_tokens:
             return
@@ -142,9 +144,9 @@ class BlockReservations:
         return True
 
     def slide_window(self, sequence: Sequence, position: int) -> None:
-        """Free the blocks that a sliding window ending at this position no longer covers.
+        """Free blocks that have moved out of the sliding window that ends at this position.
 
-        The freed memory stays reserved for the blocks that the window needs next.
+        The freed memory stays reserved for the window's next blocks.
         """
         if self._cache.is_windowed:
             first = self._cache.first_window_block(position)
@@ -168,8 +170,8 @@ class BlockReservations:
         """Add a sequence's complete blocks, `first` to `full` - 1, to the prefix cache.
 
         Returns:
-            The number of these blocks that were already cached. The sequence now uses the cached
-            copies of these blocks.
+            The number of blocks that were already cached. The sequence now uses the cached copies
+            of these blocks instead of its own.
         """
         own = sequence.blocks.ids
         salt = sequence.request.cache_salt
@@ -247,10 +249,10 @@ class BlockReservations:
         assert not is_shared, f"{sequence.request_id} would write to a shared block"
 
     def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
-        """Count the blocks that a sequence needs up to its expected length, except shared blocks.
+        """Count the blocks that a sequence needs for its expected length, except shared blocks.
 
-        The shared blocks are the blocks that the sequence's parent will compute. Without a parent,
-        the shared blocks are those of the first `num_shared` tokens.
+        Shared blocks are those that the sequence's parent will compute. Without a parent, they are
+        the blocks of the first `num_shared` tokens.
         """
         if sequence.fork.parent:
             num_shared = sequence.fork.num_shared_tokens
@@ -303,7 +305,7 @@ class BlockReservations:
             self.num_deferred += num_blocks
 
     def _make_room(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> bool:
-        """Raise a reservation to `count` blocks, revoking less important ones if necessary."""
+        """Increase a reservation to `count` blocks, revoking less important ones if necessary."""
         beyond = count - sequence.num_reserved
 
         # The least important first. None as important as the sequence is a victim, so no two
@@ -321,8 +323,8 @@ class BlockReservations:
     def _revoke(self, victim: Sequence, count: int) -> None:
         """Revoke up to `count` reserved blocks of a less important sequence.
 
-        A waiting sequence loses all of its blocks. It could not start with fewer blocks than it
-        needs, and keeping them would prevent other sequences from starting.
+        A waiting sequence loses all of its blocks, because it could not start with only some of
+        them, and keeping the rest would prevent other sequences from starting.
         """
         if not victim.is_running:
             self.defer(victim)

@@ -1,6 +1,6 @@
 """The scheduler: decides which tokens to compute next, and which sequences to preempt.
 
-The scheduler only deals with numbers of blocks and tokens, and depends on neither a device nor a
+The scheduler deals only with counts of blocks and tokens. It does not depend on a device or a
 model.
 """
 
@@ -33,7 +33,7 @@ _Finish = Literal["", "stop", "length"]
 
 
 class Scheduler:
-    """Continuous batching over the blocks of a prefix cache.
+    """Continuous batching of sequences whose KV is stored in the blocks of a prefix cache.
 
     Call `submit`, `submit_group`, `fork` and `cancel` at any time between steps. For each step,
     call `schedule`, perform the plan's moves, compute the plan, and call `commit`. No request is
@@ -103,11 +103,11 @@ class Scheduler:
         return self._statistics.collect()
 
     def releases(self) -> list[ReleaseState]:
-        """List the expected memory releases, soonest first. The last entry sums up the rest."""
+        """List the expected memory releases, soonest first. The last one includes all others."""
         return self._admission.releases()
 
     def check_integrity(self) -> None:
-        """Assert that no block or slot is lost, and that the pool covers every reservation."""
+        """Assert that no block or slot is leaked, and that the pool covers every reservation."""
         self._state.check_integrity()
 
     # requests in and out -------------------------------------------------------------------------
@@ -118,8 +118,8 @@ class Scheduler:
         """Admit a request and reserve its memory, or refuse it without changing any state.
 
         Args:
-            request: the request. It may also be refused if it already has output from another
-                engine.
+            request: the request, which may include output that another engine has already
+                generated.
             resumed: whether an earlier worker of this engine has already admitted the request. If
                 memory is short, a resumed request waits instead of being refused.
 
@@ -160,12 +160,12 @@ class Scheduler:
         ]
 
     def fork(self, parent_id: str, child_request: EngineRequest) -> None:
-        """Admit a request that shares the KV of its common prefix with a parent.
+        """Admit a request that shares the KV of the prefix it has in common with a parent.
 
-        Beam searches use this method to branch. The child ranks directly behind its parent and is
-        never refused. If memory is short, the child waits like a preempted sequence. The parent is
-        not affected. If the parent is no longer needed, `cancel` it before further forks, so that
-        they can use its blocks. If the parent has already ended, the child reuses whatever KV is
+        Beam searches branch this way. The child ranks directly behind its parent and is never
+        refused. If memory is short, the child waits like a preempted sequence. The parent is not
+        affected. If a parent is no longer needed, `cancel` it before forking others, so that its
+        blocks can be reused. If the parent has already finished, the child reuses whatever KV is
         left in the prefix cache.
         """
         assert child_request.request_id not in self._sequences, "the child's id is in use"
@@ -187,7 +187,7 @@ class Scheduler:
             self._reservations.defer(child)
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drop a request and free its memory. An unknown id is not an error.
+        """Drop a request and free its memory. Unknown ids are ignored.
 
         `is_answered`: whether a stop string ended the answer. If so, its length is included in the
         output length estimate.
@@ -198,13 +198,13 @@ class Scheduler:
             self._lifecycle.remove(sequence)
 
     def discard(self, request_id: str) -> None:
-        """Drop a request whose KV may be corrupt, and evict the cached blocks of its text.
+        """Drop a request whose KV may be corrupt, and evict its blocks from the prefix cache.
 
         All cached texts that begin with the same block are evicted too. Other sequences keep the
-        blocks that they hold, but new requests can no longer find these blocks in the cache. An
-        unknown id is not an error. If the request was cancelled while it is being computed by the
-        oldest plan in flight, only its cached blocks are evicted. A new request with the same id is
-        not affected.
+        blocks that they hold, but new requests can no longer find these blocks in the cache.
+        Unknown ids are ignored. If the request is in the oldest plan in flight but has been
+        cancelled since, only its cached blocks are evicted. A new request with the same id is not
+        affected.
         """
         cancelled = self._in_flight[0].cancelled if self._in_flight else []
         for each in cancelled:
@@ -235,17 +235,18 @@ class Scheduler:
     # limits from outside -------------------------------------------------------------------------
 
     def set_batch_share(self, share: float) -> None:
-        """Limit the batch to a fraction (0 to 1) of `max_sequences`, but at least one sequence.
+        """Limit the batch to a fraction (0 to 1) of `max_sequences`, but to at least one sequence.
 
-        Running sequences continue, but no new sequence starts while the limit is reached or
-        exceeded.
+        If more sequences are already running, they continue, but no new sequence starts until the
+        batch is below the limit.
         """
         self._max_running = max(1, int(self._limits.max_sequences * min(1.0, share)))
 
     def withhold(self, num_bytes: int) -> None:
         """Withhold available KV memory from new requests. Admitted requests keep their KV.
 
-        `num_bytes`: number of KV bytes to withhold. It replaces the previous number.
+        `num_bytes`: number of KV bytes to withhold, which replaces the number from the previous
+        call.
         """
         self._reservations.num_withheld = -(-num_bytes // self._profile.block_bytes)
 
@@ -281,21 +282,21 @@ class Scheduler:
     def replan(self, prompt_tokens: int) -> StepPlan:
         """Replan the same step with smaller prompt chunks, without starting waiting sequences.
 
-        The moves of the previous plan are already done, so the new plan only contains moves that
-        were requested since then.
+        The previous plan's moves have already been performed, so the new plan only contains moves
+        that were requested since then.
         """
         done = self._in_flight.pop().transfers if self._in_flight else Transfers()
         chunks = self._planner.plan(prompt_tokens, is_chunked=True)
         return self._with_moves(chunks, done)
 
     def abandon(self) -> None:
-        """Abandon the only plan in flight. Its moves are done, but its chunks were not computed."""
+        """Drop the only plan in flight. Its moves are done, but its chunks were not computed."""
         planned = self._in_flight.pop()
         if self.tiers:
             self.tiers.keep(planned.transfers)
 
     def is_awaited(self, request_id: str) -> bool:
-        """Return whether the oldest plan in flight computes this request and it is still active."""
+        """Return whether the oldest plan in flight still includes this request."""
         return bool(self._in_flight) and request_id in self._in_flight[0].entries
 
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
@@ -330,7 +331,7 @@ class Scheduler:
         ]
 
     def _start_waiting(self) -> None:
-        """Start waiting sequences, most important first, as long as the batch has free slots."""
+        """Start waiting sequences, most important first, until the batch is full."""
         # Revoked reservations first, by importance. Only memory that remains may start others.
         self._reservations.grant_deferred(self._sequences)
         num_slots = self._max_running - self._sequences.num_running
@@ -345,7 +346,7 @@ class Scheduler:
                 num_slots -= 1
 
     def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
-        """Make a plan from these chunks, which will also report the `done` transfers."""
+        """Make a plan of these chunks and the pending moves. It also reports `done` transfers."""
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
         moves = self._swap.drain(chunks)
         if self.tiers:
@@ -360,7 +361,7 @@ class Scheduler:
     # results -------------------------------------------------------------------------------------
 
     def _advance(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Mark a chunk's tokens as computed, and add blocks that are now full to the cache."""
+        """Mark a chunk's tokens as computed, and add any blocks that are now full to the cache."""
         num_computed = chunk.start + len(chunk.token_ids)
         if sequence.is_decoding and chunk.sampling:
             sequence.num_computed = num_computed
@@ -393,7 +394,7 @@ class Scheduler:
     def _append(
         self, sequence: Sequence, sampled: SampledToken, before: list[SampledToken] | None
     ) -> TokenOutput:
-        """Append a sampled token. Accepted draft tokens, in `before`, are already appended."""
+        """Append a sampled token. The accepted draft tokens in `before` are already appended."""
         request = sequence.request
         tokens = sequence.token_ids
         token = sampled.token_id

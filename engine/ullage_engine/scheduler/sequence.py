@@ -12,14 +12,14 @@ class Rank(NamedTuple):
 
     negative_priority: int
     arrival: int
-    """Sequential number of the submission, in order of arrival."""
+    """Number of the submission, counted in order of arrival."""
     serial: int
     """Order within one submission, for example of a prompt's samples or a search's beams."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """Blocks that a sequence holds for one kind of attention layer, in token order."""
+    """Blocks that a sequence holds for full or sliding window attention layers, in token order."""
 
     ids: list[int] = field(default_factory=list)
     """Block ids. Appending modifies the list in place, while replacing an entry creates a new
@@ -27,12 +27,12 @@ class BlockTable:
     first: int = 0
     """Index in the sequence of the table's first block, or 0 without sliding windows.
 
-    Earlier blocks have been freed, because all sliding windows have moved past them.
+    Earlier blocks have been freed, because every sliding window has moved past them.
     """
 
     @property
     def end(self) -> int:
-        """Return the index in the sequence of the block after the table's last one."""
+        """Return the index in the sequence of the first block after the table."""
         return self.first + len(self.ids)
 
 
@@ -44,7 +44,7 @@ class ConvState:
     num_tokens: int
     """Number of tokens that the state covers, and thus the position of the next token."""
     since: int
-    """Position at which the computation began with a zero state."""
+    """Position of the token at which the computation started from a zero state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,12 +55,12 @@ class ConvSlots:
     """The current state. A waiting sequence keeps its state until another sequence needs the
     slot."""
     next_slot: int | None = None
-    """Slot to which the planned step will write the next state."""
+    """Slot to which the planned step writes the next state."""
 
 
 @dataclass(slots=True, eq=False)
 class Fork:
-    """A sequence's role in a fork group. See `ForkGroups`."""
+    """A sequence's role among the samples of its prompt. See `ForkGroups`."""
 
     parent: "Sequence | None" = None
     """Sample of the same prompt that computes the common prefix for this sequence."""
@@ -71,10 +71,10 @@ class Fork:
 
 @dataclass(slots=True, eq=False)
 class PrefixLookup:
-    """What is known about a sequence's leading blocks, in addition to its block table."""
+    """What is known about a sequence's leading blocks in the prefix cache and other KV tiers."""
 
     content_keys: list[bytes] = field(default_factory=list)
-    """Content keys of the leading blocks, as far as they have been computed."""
+    """Content keys of the leading blocks, for those computed so far."""
     cached_path: Path = field(default_factory=list)
     """Cached blocks found by the last prefix cache lookup."""
     num_stored_blocks: int = 0
@@ -106,7 +106,7 @@ class Swapped:
 
 @dataclass(slots=True)
 class Backlog:
-    """Counts the tokens that sequences have yet to compute before they can decode."""
+    """Counts how many tokens sequences have yet to compute before they can decode."""
 
     num_tokens: int = 0
 
@@ -142,7 +142,7 @@ class Sequence:
     num_writable: int = 0
     """Length in tokens up to which steps may write KV without further checks, or 0 if unknown.
 
-    Up to this length, the sequence has blocks, and it does not share those from `num_computed` on.
+    Up to this length, the sequence has blocks, and it shares none of those from `num_computed` on.
     """
     num_reserved: int = 0
     """Number of blocks that are reserved but not allocated yet."""
@@ -157,8 +157,8 @@ class Sequence:
     """Number of the step that last computed the sequence."""
     num_preemptions: int = 0
     cached_prompt_tokens: int | None = None
-    """Number of prompt tokens found in the prefix cache, or None before the sequence first starts.
-    """
+    """Number of prompt tokens found in the prefix cache, or None until the sequence first
+    starts."""
     backlog: Backlog | None = None
     """Counter of tokens to compute, shared by all sequences of a sequence table."""
     request_id: str = field(init=False)
@@ -198,7 +198,7 @@ class Sequence:
 
     @property
     def held_blocks(self) -> list[int]:
-        """Return all blocks in both of the sequence's block tables."""
+        """Return the blocks in both of the sequence's block tables."""
         return self.blocks.ids + self.windows.ids
 
     @property

@@ -12,8 +12,8 @@ _rank_of = operator.attrgetter("rank")
 class SequenceTable:
     """All admitted sequences, by request id. Iteration yields the most important sequence first.
 
-    The table maintains the totals that every step and report needs, so that reading them takes
-    constant time regardless of how many sequences are waiting.
+    The table keeps running totals for steps and reports, so that reading them takes constant time
+    however many sequences are waiting.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class SequenceTable:
         return self._by_id[request_id]
 
     def get(self, request_id: str) -> Sequence | None:
-        """Return a request's sequence, or None if the request has no sequence."""
+        """Return a request's sequence, or None for an unknown id."""
         return self._by_id.get(request_id)
 
     @property

@@ -1,14 +1,14 @@
-"""Speculative decoding by prompt lookup, which drafts tokens from the text itself.
+"""Speculative decoding by prompt lookup, which drafts tokens by copying from the text itself.
 
-If few sequences decode, computing several tokens per sequence takes about as long as computing one.
-The scheduler therefore searches a sequence's text for an earlier occurrence of its last tokens, and
-uses the tokens that followed as a draft. The step computes the draft as one chunk and samples a
-token after each draft token. A sampled token is accepted if all draft tokens before it were
-correct. The sampling noise only depends on the seed and the position, so drafts change neither
-greedy nor sampled answers.
+If few sequences are decoding, computing several tokens per sequence takes about as long as
+computing one. The scheduler therefore searches a sequence's text for an earlier occurrence of its
+last few tokens, and uses the tokens that followed there as a draft. The step computes the draft as
+one chunk and samples a token after each draft token. A sampled token is accepted if all draft
+tokens before it were correct. Sampling noise depends only on the seed and the position, so drafts
+change neither greedy nor sampled answers.
 
-The KV of rejected tokens lies after `num_computed` and is overwritten later. Requests with a
-grammar, penalties or beam search are not drafted for, because their next token depends on more than
+The KV of rejected tokens lies after `num_computed` and is overwritten later. There are no drafts
+for requests with a grammar, penalties or beam search, because their next token depends on more than
 the KV of earlier tokens.
 """
 
@@ -22,21 +22,21 @@ from ullage_engine.scheduler.batch_plan import SchedulerLimits
 from ullage_engine.scheduler.sequence import Sequence
 
 MAX_SPECULATING = 4
-"""Maximum number of decoding sequences in a step with drafts. With more sequences, verifying draft
-tokens is no longer cheap."""
+"""Maximum number of decoding sequences for which a step uses drafts. With more sequences, verifying
+draft tokens is no longer cheap."""
 
 NGRAM = 3
-"""Number of tokens at the end of a text to look up as an n-gram."""
+"""Length of the n-gram at the end of a text to look up, in tokens."""
 LOOKUP_TOKENS = 4096
-"""Number of most recent tokens of a text to search.
+"""Maximum number of recent tokens of a text to index.
 
 Indexing this many tokens takes about a millisecond and half a megabyte of memory.
 """
 
 MIN_ACCEPTANCE = 0.25
-"""Fraction of recent draft tokens that were accepted, below which a sequence pauses drafting."""
+"""Acceptance rate of recent draft tokens below which drafting is paused for a sequence."""
 PAUSE_TOKENS = 64
-"""Number of tokens for which a sequence pauses drafting after too many rejected drafts."""
+"""Number of tokens for which drafting is paused after too many rejected drafts."""
 _WEIGHT = 0.2
 """Weight of the latest draft in the moving average of the acceptance rate."""
 
@@ -64,7 +64,7 @@ class PromptLookup:
         return len(self._followed)
 
     def draft(self, count: int) -> list[int]:
-        """Return the next `count` tokens as predicted, or an empty list without a prediction."""
+        """Predict the next `count` tokens, or return an empty list if no n-gram matches."""
         tokens = self._token_ids
         self._index(len(tokens))
         start = self._followed.get(tuple(tokens[-NGRAM:]))
@@ -111,7 +111,7 @@ class _Drafts:
         """Length in tokens from which drafting resumes."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
-        """Record how much of a draft was accepted. The sequence now has `num_tokens` tokens."""
+        """Record a draft's acceptance rate. The sequence now has `num_tokens` tokens."""
         share = num_accepted / num_draft_tokens
         self.acceptance += _WEIGHT * (share - self.acceptance)
         if self.acceptance < MIN_ACCEPTANCE:
@@ -129,7 +129,8 @@ class Speculation:
         self.num_accepted_tokens = 0
         self._num_tokens = limits.num_speculative_tokens
         self._max_rows = limits.max_sequences
-        """Maximum number of logits rows in a step. Drafts use rows that the batch leaves free."""
+        """Maximum number of logits rows in a step. Drafts use the rows that the batch does not
+        need."""
         self._cache = cache
         self._drafts: dict[Sequence, _Drafts] = {}
 
@@ -171,7 +172,7 @@ class Speculation:
     def verify(
         self, planned: dict[str, tuple[Sequence, Chunk]], sampled: list[SampledToken]
     ) -> tuple[list[SampledToken], dict[str, list[SampledToken]]]:
-        """Accept correct draft tokens of a plan. Append them to sequences, and truncate the chunks.
+        """Append correct draft tokens to their sequences, and remove wrong ones from the chunks.
 
         A truncated chunk ends after its last accepted token, as if it had never contained the
         rejected tokens.
@@ -210,8 +211,8 @@ class Speculation:
     def _room(self, sequence: Sequence) -> int:
         """Return how many draft tokens fit in a sequence.
 
-        A draft leaves room for the answer's last token. It only uses blocks that the sequence holds
-        or has reserved, so that drafts never cause preemptions.
+        There must be room for one more token after the draft. The draft may only use blocks that
+        the sequence holds or has reserved, so that drafts never cause preemptions.
         """
         cache = self._cache
         size = cache.block_tokens
@@ -223,7 +224,7 @@ class Speculation:
 
 
 def may_speculate(sequence: Sequence) -> bool:
-    """Return whether drafts are safe: whether the next token only depends on the KV."""
+    """Return whether drafts are safe, because the next token depends only on the KV."""
     request = sequence.request
     is_free = not (request.grammar or request.beam or request.sampling.is_penalised)
     return is_free and sequence.num_output >= request.min_tokens

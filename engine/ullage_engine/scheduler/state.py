@@ -51,7 +51,7 @@ class SchedulerState:
         return {sequence for planned in self.in_flight for sequence, _ in planned.entries.values()}
 
     def check_integrity(self) -> None:
-        """Assert that no block or slot is lost, and that the pool covers every reservation."""
+        """Assert that no block or slot is leaked, and that the pool covers every reservation."""
         self.reservations.check_integrity(self.sequences)
         self.swap.check_integrity(list(self.sequences))
         self.sequences.check_integrity()

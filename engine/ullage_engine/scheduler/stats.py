@@ -14,10 +14,10 @@ from ullage_engine.scheduler.sequence import Sequence
 from ullage_engine.scheduler.state import SchedulerState
 
 _FREELY_WALKED = 64
-"""Number of sequences up to which every report may iterate over all of them."""
+"""Maximum number of sequences for which every report may iterate over all of them."""
 _WALKED_PER_S = 1000
-"""Maximum number of sequences to visit per second if there are more than `_FREELY_WALKED`. The
-visits then take about 1 % of the time."""
+"""Maximum number of sequences to visit per second if there are more than `_FREELY_WALKED`. At this
+rate, iterating takes about 1 % of the time."""
 
 
 class WalkLimiter:
@@ -44,7 +44,7 @@ class WalkLimiter:
 
 
 class SchedulerStatistics:
-    """Counts the scheduler's work, and reports the counts and the memory usage."""
+    """Counts the scheduler's work, and reports these counts and the memory usage."""
 
     def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
         self.figures = Figures()
@@ -119,9 +119,9 @@ def stored_tokens(
         sequences: the sequences whose blocks are counted.
         block_tokens: tokens per block.
         is_cached: returns whether the prefix cache has a block.
-        is_private: returns whether exactly one sequence holds a block and the cache does not. If
-            so, all later blocks of the sequence are private as well, so that a binary search can
-            find the first one.
+        is_private: returns whether a block is held by exactly one sequence and not by the cache.
+            All later blocks of that sequence are then private as well, so a binary search finds the
+            first private block.
     """
     num_tokens = 0
     shared: dict[int, int] = {}

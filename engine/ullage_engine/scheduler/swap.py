@@ -1,8 +1,7 @@
 """Swaps the KV of preempted sequences to host memory.
 
-The KV of a preempted sequence is either copied to host memory or recomputed later, whichever is
-faster. Host memory is divided into slots of one block each. The copies are performed as the moves
-in a `StepPlan`.
+A preempted sequence's KV is either copied to host memory or recomputed later, whichever is faster.
+Host memory is divided into slots of one block each. A `StepPlan` lists the copies as its moves.
 """
 
 from ullage_engine.kv_cache.block_pool import BlockPool
@@ -19,7 +18,7 @@ def is_swap_cheaper(num_bytes: int, recompute_s: float, bytes_per_second: float)
 
 
 class SwapManager:
-    """Collects the block copies of the next plan and owns the host slots.
+    """Collects block copies for the next plan, and owns the host slots.
 
     A plan performs all `swap_out` moves, then all `swap_in` moves, then all `copy` moves,
     regardless of the order in which they were requested. A move must therefore remain correct even
@@ -27,8 +26,8 @@ class SwapManager:
 
     If possible, KV is copied back to the device one step early, while the device computes other
     sequences. A sequence whose copy has been requested but not yet handed to a plan is called
-    arriving. Its host slots are not reused before `drain` hands the copy to a plan, so a sequence
-    that is preempted before then simply stays swapped.
+    arriving. Its host slots are not reused until `drain` hands the copy to a plan, so a sequence
+    that is preempted before that simply stays swapped out.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class SwapManager:
         return [*table[:index], block, *table[index + 1 :]]
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Copy a running sequence's KV to host memory, if there is room and recomputing is slower.
+        """Copy a running sequence's KV to host memory if there is room and recomputing is slower.
 
         The caller may free the sequence's blocks immediately, because the plan copies them before
         anything overwrites them.
@@ -138,7 +137,7 @@ class SwapManager:
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
-        """Take the pending moves, to perform them with the plan that computes these chunks."""
+        """Remove and return the pending moves, to be performed with the plan for these chunks."""
         if not (self._outs or self._swapping_in or self._copies):
             return Moves()
 

@@ -1,14 +1,14 @@
 """The scheduler's interface to KV tiers outside the device: offers, queries and copies.
 
-A block is offered to the host tier as soon as it enters the prefix cache, so that evicting it later
-costs nothing. The server answers by granting host slots. Blocks that are still cached when the
-answer arrives are copied to these slots before the next step.
+Blocks are offered to the host tier as soon as they enter the prefix cache, so that evicting them
+later costs nothing. The server answers by granting host slots. Blocks that are still cached when
+the answer arrives are copied to these slots before the next step.
 
-When a sequence starts, the worker asks the server for blocks that tiers have beyond the prefix
-cache. The sequence waits for the answer while other sequences are computed, and then continues
-after the loaded blocks. If the last blocks are still being loaded, the sequence computes the blocks
-before them in the meantime. After that, it waits for the late blocks for at most a small fraction
-of the time that computing them would take.
+When a sequence starts, the worker asks the server whether any tier has further blocks of its
+prefix, beyond those in the prefix cache. While the sequence waits for the answer, other sequences
+are computed. It then continues after the loaded blocks. If the last blocks are still being loaded,
+the sequence computes the blocks before them in the meantime. After that, it waits for the late
+blocks, but only for a small fraction of the time that computing them would take.
 
 The server owns the tiers themselves. `kv_exchange.py` implements the messages between worker and
 server. This module decides which messages to send, and plans the copies between host slots and
@@ -37,17 +37,17 @@ from ullage_engine.scheduler.sequence import Sequence
 from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
 
 _WAIT_SHARE = 0.04
-"""Maximum time to wait for late loads, as a fraction of the time to compute all requested blocks
-instead."""
+"""Maximum time to wait for late blocks, as a fraction of the time that computing all requested
+blocks would take."""
 _LEAST_WAIT_S = 0.02
-"""Lower bound in seconds for the maximum time to wait for late loads."""
+"""Lower bound in seconds for the maximum time to wait for late blocks."""
 
 
 @dataclass(slots=True)
 class _Wait:
-    """A sequence that waits for the answer to its query, and for blocks to load the KV into.
+    """A sequence that waits for the answer to its query, and then for free blocks to load KV into.
 
-    The blocks before the first requested block are computed during the wait.
+    In the meantime, the sequence computes the blocks before the first requested block.
     """
 
     query: KvQuery
@@ -55,11 +55,11 @@ class _Wait:
     longest_s: float
     """Maximum seconds to wait after all blocks before the requested ones have been computed."""
     rest_s: float
-    """Maximum seconds to wait for any blocks that are still being loaded after that."""
+    """Maximum seconds to wait after that for blocks that are still being loaded."""
     since: float | None = None
     is_late: bool = False
-    """Whether the wait has timed out. A late answer may still supply blocks that are not computed
-    yet."""
+    """Whether the wait has timed out. A late answer may still supply blocks that have not been
+    computed by then."""
 
 
 class _Place(NamedTuple):
@@ -95,9 +95,9 @@ class TierTransfers:
         self._ins: list[tuple[int, int]] = []
         """Pairs (host slot, block) that the next plan copies to the device."""
         self._arriving: dict[Sequence, KvRead] = {}
-        """Sequences whose KV the next plan loads, each with the report to send afterwards."""
+        """Sequences whose KV the next plan loads, with the reports to send afterwards."""
         self._kept = Transfers()
-        """Copies of plans without chunks, to report with a later plan."""
+        """Copies performed by plans without chunks, to be reported with a later plan."""
 
     @property
     def has_moves(self) -> bool:
@@ -137,7 +137,7 @@ class TierTransfers:
         self._exchange.on_granted(slots)
 
     def discard(self, sequence: Sequence | None, path: list[int]) -> None:
-        """Discard tiers' KV of all texts that begin with the same block as a sequence.
+        """Make all tiers discard the KV of texts that begin with the same block as a sequence.
 
         Args:
             sequence: the sequence, or None to discard the KV of all texts.
@@ -154,7 +154,7 @@ class TierTransfers:
     # from all tiers ------------------------------------------------------------------------------
 
     def ask(self, sequence: Sequence) -> None:
-        """Query the server for blocks of a starting sequence's prefix, if tiers likely have any."""
+        """Query the server for blocks of a starting sequence's prefix, if a tier may have some."""
         size = self._cache.block_tokens
         held = len(sequence.blocks.ids)
         # Without the last token, which is computed because its logits are needed.
@@ -216,7 +216,7 @@ class TierTransfers:
         return sequence in self._arriving
 
     def place(self, in_flight: Container[Sequence]) -> None:
-        """Allocate blocks to load KV into for sequences with answers that are not in flight."""
+        """Allocate blocks to load KV into, for sequences with an answer that are not in flight."""
         for wait in list(self._waiting.values()):
             query = wait.query
             answer = query.answer
@@ -240,7 +240,7 @@ class TierTransfers:
         """Drop the pending query and copies of a sequence that is preempted or ends.
 
         Returns:
-            Whether copies were dropped, so that the sequence's last blocks do not contain their KV.
+            Whether copies were dropped, in which case the sequence's last blocks were never filled.
         """
         wait = self._waiting.pop(sequence, None)
         if wait is not None:
@@ -256,10 +256,10 @@ class TierTransfers:
     # plans ---------------------------------------------------------------------------------------
 
     def drain(self, computed: list[Chunk]) -> tuple[Moves, Transfers]:
-        """Take the pending copies, to perform them with the plan that computes these chunks.
+        """Remove and return the pending copies, to be performed with the plan for these chunks.
 
         Returns:
-            The moves, and the transfers to report once the plan has been computed.
+            The moves, and the transfers to report to the server once the plan has been computed.
         """
         arriving = {sequence.request_id for sequence in self._arriving}
         # KV goes in before the step if the step computes it, or has nothing else to do.
@@ -280,7 +280,7 @@ class TierTransfers:
         return moves, Transfers(tuple(slot for slot, _ in stored), read)
 
     def keep(self, transfers: Transfers) -> None:
-        """Save the copies of a plan that computes nothing, to report them later."""
+        """Save the copies of a plan without chunks, to report them with a later plan."""
         self._kept = self._kept.and_those_of(transfers)
 
     def take_kept(self) -> Transfers:
@@ -290,7 +290,7 @@ class TierTransfers:
         return kept
 
     def finish(self, transfers: Transfers) -> None:
-        """Report to the server the copies that all ranks have completed."""
+        """Tell the server which copies all ranks have completed."""
         self._exchange.report(transfers.stored, transfers.read)
 
     def _is_there(self, place: _Place) -> bool:
@@ -331,7 +331,7 @@ class TierTransfers:
         return query.first * self._cache.block_tokens
 
     def _keys(self, sequence: Sequence, end: int) -> list[bytes]:
-        """Return the content keys of the sequence's first `end` blocks, or of more blocks."""
+        """Return the content keys of at least the sequence's first `end` blocks."""
         keys = sequence.prefix.content_keys
         if len(keys) < end:
             size = self._cache.block_tokens

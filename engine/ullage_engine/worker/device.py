@@ -1,4 +1,4 @@
-"""The device of a rank: selection, memory budget and memory usage."""
+"""A rank's device: selection, memory budget and memory usage."""
 
 import logging
 import os
@@ -35,30 +35,32 @@ _MIB = 1 << 20
 
 # The start.
 _IDLE_BYTES = 2048 * _MIB
-"""Maximum bytes in use, including the driver's, for a GPU to count as idle at startup."""
+"""Maximum bytes in use, including the driver's own memory, for a GPU to count as idle at
+startup."""
 
 # The probe: an allocation by which a process finds itself in the driver's list. The size is one of
 # several, so that two engines that start together seldom choose the same.
 _PROBE_BYTES = 40 * _MIB
-"""Minimum size in bytes of the probe, an allocation by which a process identifies itself in the
-driver's list."""
+"""Minimum size in bytes of the probe, an allocation that a process makes to recognise itself in the
+driver's list of processes."""
 _PROBE_STEP = 2 * _MIB
-"""Difference in bytes between the possible sizes of the probe."""
+"""Difference in bytes between one possible size of the probe and the next."""
 _PROBE_SIZES = 64
 """Number of possible sizes of the probe. Engines that start together rarely pick the same one."""
 
 # The workspace while serving.
 _HOST_PROBE_BYTES = 8 << 20
-"""Bytes to allocate as a test of whether a step can be retried after host memory ran out."""
+"""Bytes to allocate in order to test whether a step can be retried after running out of host
+memory."""
 _SMALL_SEGMENTS = 16 * _MIB
-"""Bytes of the workspace that need not be restored as one large segment.
+"""Bytes of the workspace that `Workspace.restore` does not have to reallocate.
 
-They account for small tensors, for which the allocator uses segments of 2 MiB.
+They allow for small tensors, which the allocator places in segments of 2 MiB.
 """
 _FREE_FOR_LIBRARIES = 16 * _MIB
-"""Bytes to keep free outside torch's allocator, so that libraries can load kernels."""
+"""Bytes to leave free outside torch's allocator, so that libraries can load kernels."""
 _RECENT_S = 1.0
-"""Seconds between measurements of a GPU's memory usage while the worker is serving."""
+"""Minimum seconds between measurements of a GPU's memory usage while the worker is serving."""
 
 
 class HostTier(NamedTuple):
@@ -69,7 +71,7 @@ class HostTier(NamedTuple):
 
 
 class GpuAtStart(NamedTuple):
-    """The driver's report of a GPU's memory, taken before this process used any of it."""
+    """The driver's report on a GPU's memory, taken before this process used any of it."""
 
     gpu: Gpu
     free_bytes: int
@@ -80,8 +82,8 @@ class GpuAtStart(NamedTuple):
 def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
     """Return the driver's memory report for a rank's GPU, or None if there is none.
 
-    There is no report on a CPU, or if the driver does not provide one. Call this before anything
-    uses the GPU, because a CUDA context also takes up GPU memory.
+    There is none on a CPU, or if the driver does not provide one. Call this before anything uses
+    the GPU, because creating a CUDA context takes up GPU memory.
     """
     if config.device == "cpu" or not torch.cuda.is_available():
         return None
@@ -91,7 +93,7 @@ def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
 
 
 def visible_gpus(num_gpus: int) -> list[Gpu]:
-    """Return the first `num_gpus` GPUs that CUDA sees, or fewer if the driver lists fewer."""
+    """Return the first `num_gpus` GPUs visible to CUDA, or fewer if the driver lists fewer."""
     try:
         return Nvml().gpus(os.environ, num_gpus)
     # AttributeError comes from other bindings of NVML.
@@ -127,14 +129,14 @@ def free_of(gpu: Gpu) -> int:
 
 
 def names_of(sizes: Mapping[int, int]) -> str:
-    """Format a list of processes and their memory usage, largest first."""
+    """Format a list of processes and their memory usage for a message, largest first."""
     largest = sorted(sizes.items(), key=lambda entry: entry[1], reverse=True)
     listed = [f"process {pid} with {mib(size)}" for pid, size in largest]
     return ", ".join(listed) or "other processes"
 
 
 def prepare_device(config: EngineConfig, rank: int) -> torch.device:
-    """Set up and return a rank's device, including threads and libraries.
+    """Set up the device, threads and libraries of a rank, and return the device.
 
     Raises:
         WorkerStartError: the configured device does not exist.
@@ -176,7 +178,7 @@ def _cuda_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) -> Ledger:
-    """Open the memory ledger of this rank's device: a GPU, or the rank's share of host memory.
+    """Open the memory ledger for this rank's device: a GPU, or the rank's part of host memory.
 
     `host_tier` is the size in bytes of the KV host tier, which also takes up host memory.
     """
@@ -193,7 +195,7 @@ def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) 
 
 
 def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
-    """Return the configuration with rank 0's CPU memory budget, or unchanged if it is None."""
+    """Return the configuration with the given CPU memory budget, or unchanged if it is None."""
     if device_bytes is None:
         return config
     memory = msgspec.structs.replace(config.memory, device_bytes=device_bytes)
@@ -223,7 +225,7 @@ def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
 
 
 class MemoryMeter:
-    """Measures this process's memory usage: resident memory, or memory on a CUDA device."""
+    """Measures how much memory this process uses: resident memory, or memory on a CUDA device."""
 
     def __init__(self, device: torch.device, driver: GpuAtStart | None = None) -> None:
         """Create a meter. `driver` is the driver's report from before the device was prepared."""
@@ -231,11 +233,11 @@ class MemoryMeter:
         self._process = psutil.Process()
         self._recent = (0, -_RECENT_S)
         self.shared_bytes = 0
-        """Resident bytes to exclude, because they are attributed to another process."""
+        """Resident bytes to exclude, because they are accounted for by another process."""
 
         self._driver = driver if driver is not None and self._is_shown_by(driver) else None
         self._pid = self._probe(self._driver) if self._driver is not None else None
-        """Process id under which the driver lists this process, or None if it is unknown."""
+        """Process id under which the driver lists this process, or None if unknown."""
         if device.type == "cuda":
             log.info("source of the GPU's own bytes: %s", self.source, extra={"pid": self._pid})
 
@@ -275,14 +277,14 @@ class MemoryMeter:
         return torch.cuda.memory_reserved(self._device)
 
     def others(self) -> str:
-        """Format a list of the device's other processes and their memory usage."""
+        """Format a list of the device's other processes and their memory usage for a message."""
         if self._driver is None or self._pid is None:
             return names_of({})
         listed = self._driver.gpu.process_bytes()
         return names_of({pid: size for pid, size in listed.items() if pid != self._pid})
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the device. On a CPU, they are those of the container."""
+        """Return the device's free bytes. On a CPU, return the container's."""
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_bytes()
@@ -299,10 +301,10 @@ class MemoryMeter:
         return self._driver.gpu.process_bytes().get(self._pid)
 
     def _is_shown_by(self, driver: GpuAtStart) -> bool:
-        """Return whether CUDA uses the GPU that the driver reports on, and warn if it does not.
+        """Return whether CUDA uses the GPU that the driver reports on. Log a warning if not.
 
-        They may differ if the GPUs are of different models, because CUDA orders GPUs by speed and
-        the driver orders them by PCI bus.
+        On a machine with different GPU models, the two may differ, because CUDA orders GPUs by
+        speed and the driver orders them by PCI bus.
         """
         used = str(torch.cuda.get_device_properties(self._device).uuid).removeprefix("GPU-")
         shown = driver.gpu.uuid
@@ -318,7 +320,7 @@ class MemoryMeter:
         return False
 
     def _probe(self, driver: GpuAtStart) -> int | None:
-        """Find the process id under which the driver lists this process, by allocating a probe."""
+        """Allocate a probe to find the process id under which the driver lists this process."""
         torch.cuda.empty_cache()
         reserved = self.reserved_bytes()
         before = driver.gpu.process_bytes()
@@ -344,13 +346,13 @@ def reserve_for_others(
     safety_reserve: int,
     longest_kv: int,
 ) -> None:
-    """Reserve the part of a GPU's budget that other processes occupy, to keep it from requests.
+    """Reserve the GPU memory that other processes use, so that it is not allocated to requests.
 
     Args:
         ledger: the ledger of the GPU.
-        device: the device. Only GPUs are shared with other processes.
-        meter: memory meter of the device.
-        safety_reserve: bytes of the safety reserve.
+        device: the device. On a CPU, nothing is reserved.
+        meter: the device's memory meter.
+        safety_reserve: size of the safety reserve in bytes.
         longest_kv: KV bytes of the longest possible sequence. See `bytes_of_others`.
     """
     if device.type != "cuda":
@@ -371,10 +373,10 @@ def reserve_for_others(
 
 
 def enforce_ledger(ledger: Ledger, device: torch.device, meter: MemoryMeter) -> None:
-    """Compare a GPU's final ledger with the driver and torch, and cap torch's memory accordingly.
+    """Check a GPU's final ledger against measured usage, and cap torch's memory accordingly.
 
-    If memory then runs short, torch raises an error before other processes or the driver are
-    affected.
+    With the cap, torch raises an out-of-memory error before other processes or the driver run
+    short.
     """
     if device.type != "cuda":
         return
@@ -402,8 +404,8 @@ def enforce_ledger(ledger: Ledger, device: torch.device, meter: MemoryMeter) -> 
 class Workspace:
     """The memory that torch's allocator keeps for temporary tensors of steps.
 
-    Before the allocator reports an out-of-memory error, it frees all of this memory, and another
-    process may then take it. The workspace must therefore be reallocated immediately.
+    Before the allocator raises an out-of-memory error, it frees all of this memory, which other
+    processes may then take. The workspace must therefore be reallocated immediately afterwards.
     """
 
     def __init__(self, device: torch.device, meter: MemoryMeter) -> None:
@@ -415,7 +417,7 @@ class Workspace:
     def restore(self) -> bool:
         """Reallocate the freed memory. Return False if other processes have taken it.
 
-        Call this outside the exception handler, in which stack frames keep the step's tensors
+        Call this outside the exception handler, where stack frames would keep the step's tensors
         alive.
         """
         if self._device.type != "cuda":
@@ -433,7 +435,7 @@ class Workspace:
         return self._take_back() and self._meter.free_bytes() >= _FREE_FOR_LIBRARIES
 
     def _take_back(self) -> bool:
-        """Make the allocator reserve as much memory as at startup. Return whether this succeeds."""
+        """Make the allocator reserve as much memory as at startup. Return whether that succeeds."""
         lost = self._reserved - self._meter.reserved_bytes() - _SMALL_SEGMENTS
         try:
             if lost > 0:
@@ -444,7 +446,7 @@ class Workspace:
 
 
 def _has_host_memory() -> bool:
-    """Return whether host memory can be allocated, from the system or by reusing freed memory."""
+    """Return whether host memory can be allocated, possibly by reusing freed memory."""
     try:
         torch.empty(_HOST_PROBE_BYTES, dtype=torch.uint8)
     except RuntimeError:
@@ -467,7 +469,7 @@ def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
 
 
 def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Load memory-mapped weights into memory now, so that no request has to wait for the disk."""
+    """Page in memory-mapped weights now, so that no request has to wait for the disk."""
     if device.type != "cpu":
         return
     for tensor in tensors:
@@ -475,7 +477,7 @@ def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def give_back_freed() -> None:
-    """Return freed memory to the system, so that it does not count as used after loading."""
+    """Return freed memory to the system, so that it no longer counts as used after loading."""
     trim_heap()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

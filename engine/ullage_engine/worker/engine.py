@@ -76,15 +76,16 @@ from ullage_engine.worker.grammar import (
 log = logging.getLogger("ullage.engine.worker")
 
 SUSPICIOUS_STEPS = 1000
-"""Number of steps after NaN or infinite logits during which a recurrence evicts all cached KV.
+"""Number of steps after NaN or infinite logits within which a recurrence evicts all cached KV.
 
-A recurrence suggests that the KV of more than one request is damaged.
+A recurrence so soon suggests that the KV of more than one request is damaged.
 """
 
 _RETRY_S = 0.25
 """Seconds between retries of a step while other processes hold the memory that it needs."""
 _SHORTAGE_S = 5.0
-"""Seconds of failed retries after which a new worker with a smaller KV pool takes over."""
+"""Seconds of failed retries after which the worker exits and a new one with a smaller KV pool takes
+over."""
 
 
 class Runner(Protocol):
@@ -93,15 +94,15 @@ class Runner(Protocol):
     def move(self, moves: Moves) -> None:
         """Copy whole KV blocks: all of `swap_out`, then all of `swap_in`, then all of `copy`.
 
-        The copies allocate no memory. Copies of the same kind behave as if all reads happen before
-        any write.
+        The copies allocate no memory. Within each of these lists, copies behave as if all reads
+        happened before any write.
         """
         ...
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a step. Return a token for each chunk with `sampling`, in the order of the plan.
+        """Compute a step. Return a token for each chunk with `sampling`, in plan order.
 
-        If a plan is recomputed after an error, its tokens are the same.
+        Recomputing a plan after an error yields the same tokens.
         """
         ...
 
@@ -111,7 +112,7 @@ class Runner(Protocol):
 
 
 class PipelinedRunner(Runner, Protocol):
-    """A runner whose pipeline stages compute different plans concurrently."""
+    """A runner with several pipeline stages, which compute different plans concurrently."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start computing a step. Moves and steps are executed in call order."""
@@ -131,12 +132,13 @@ class _Timed(NamedTuple):
 
 
 class EngineCore:
-    """The loop that schedules, executes and commits steps with one runner.
+    """Schedules, executes and commits steps, one after another.
 
-    A step that runs out of memory is retried with half the prompt tokens, and then also without the
-    newest sequence. A request fails only if its sequence does not even fit alone. However, if other
-    processes have taken memory from this process's workspace, no request is to blame. All requests
-    then wait, and if the shortage persists, a new worker resumes them.
+    A step that runs out of memory is retried with half the prompt tokens, and after that also
+    without the newest sequence. A request fails only if its sequence does not fit even when running
+    alone. However, if other processes have taken memory from this process's workspace, no request
+    is to blame. In that case, all requests wait, and if the shortage persists, a new worker resumes
+    them.
 
     A step that fails for any other reason is retried one chunk at a time. A request fails only if
     its own chunk fails again, or if its logits are NaN or infinite.
@@ -151,13 +153,13 @@ class EngineCore:
         restore_workspace: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an engine that serves requests with a runner.
+        """Create an engine that computes requests with a runner.
 
         Args:
             scheduler: decides what each step computes.
             runner: computes the steps.
             throughput: throughput estimator to update with the duration of each step.
-            grammars: grammars of requests, or None for an engine without a vocabulary.
+            grammars: grammars of requests, or None if the engine has no vocabulary.
             restore_workspace: reallocates the memory for temporary tensors after a step has run out
                 of memory. Returns False if other processes have taken the memory.
             clock: returns monotonic time in seconds.
@@ -178,10 +180,10 @@ class EngineCore:
         """Number of steps that started while another step was being computed."""
 
         self._damaged_at = -SUSPICIOUS_STEPS
-        """Number of the latest step with NaN or infinite logits."""
+        """Number of steps that had been committed when logits were last NaN or infinite."""
         self._faults: list[int] = []
-        """Injected faults: numbers of committed steps after which the next step runs out of
-        memory."""
+        """Injected faults, each as the number of committed steps after which a step is to run out
+        of memory."""
 
         self._restore_workspace = restore_workspace
         self._clock = clock
@@ -258,10 +260,10 @@ class EngineCore:
         self._faults.append(self.scheduler.stats().num_steps + after_steps)
 
     def step(self) -> list[TokenOutput]:
-        """Compute one step and return its outputs.
+        """Schedule and compute one step, and return its outputs.
 
         Raises:
-            MemoryShortError: other processes have held memory that the step needs for too long.
+            MemoryShortError: other processes have held the memory that the step needs for too long.
         """
         if self._short_since is not None and self._clock() < self._retry_at:
             return []
@@ -273,7 +275,7 @@ class EngineCore:
         return outputs
 
     def _committed(self, sampled: list[SampledToken]) -> list[TokenOutput]:
-        """Commit the oldest plan in flight, and return its outputs for clients."""
+        """Commit the oldest plan in flight, and return the outputs to send to clients."""
         outputs = self.scheduler.commit(self._with_token(sampled))
         if timed := self._timed:
             # All tokens of an output except one are accepted draft tokens.
@@ -318,7 +320,7 @@ class EngineCore:
         return answer
 
     def _constrained(self, plan: StepPlan) -> StepPlan:
-        """Add grammar masks to a plan. Fail requests whose grammars cannot be enforced."""
+        """Add grammar masks to a plan, and fail requests whose grammars cannot be enforced."""
         plan, failed = self.grammars.constrain(plan)
         for request_id, reason in failed.items():
             self.scheduler.cancel(request_id)
@@ -365,7 +367,7 @@ class EngineCore:
         return []
 
     def _move(self, plan: StepPlan) -> None:
-        """Perform a plan's block copies, which happens only once even if the step is retried."""
+        """Perform a plan's block copies. If the step is retried, they are not repeated."""
         if plan.moves:
             began = time.perf_counter()
             log.debug("KV is copied between device and host")
@@ -374,7 +376,7 @@ class EngineCore:
             log.debug("KV was copied between device and host", extra={"seconds": seconds})
 
     def _finish_moves(self) -> None:
-        """Report the block copies of plans without chunks. No plan may be in flight."""
+        """Report completed block copies of plans without chunks. No plan may be in flight."""
         if self.tiers and (kept := self.tiers.take_kept()) != Transfers():
             self._runner.sync()
             self.tiers.finish(kept)
@@ -391,8 +393,8 @@ class EngineCore:
         """Record the duration of a step.
 
         Args:
-            seconds: time from the start to the end of the first plan.
-            plans: plans that were in flight during that time. Only the first is finished.
+            seconds: time from the submission of the first plan until its result.
+            plans: plans that were in flight during that time, of which only the first has finished.
         """
         if chunks := plans[0].chunks:
             self.scheduler.figures.observe_step(seconds, plans[0].num_tokens, len(chunks))
@@ -405,11 +407,11 @@ class EngineCore:
         self._timed = _Timed(seconds, num_chunks - len(prompts), num_prompt_tokens)
 
     def _one_by_one(self, plan: StepPlan, cause: Exception) -> list[SampledToken]:
-        """Retry each chunk of a failed plan alone, and fail requests whose chunks fail again.
+        """Retry each chunk of a failed plan by itself, and fail requests whose chunks fail again.
 
         Raises:
-            Exception: `cause`, if every chunk fails, because no single request is to blame then, or
-                if a chunk runs out of memory or the device is lost.
+            Exception: `cause`, if every chunk fails, which means that no single request is to
+                blame, or if a chunk runs out of memory or the device is lost.
         """
         sampled: list[SampledToken] = []
         failed: list[tuple[Chunk, str]] = []
@@ -429,13 +431,13 @@ class EngineCore:
         return sampled
 
     def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the step's tokens without invalid ones, and fail the requests that got none.
+        """Filter out invalid tokens, and fail the requests that did not get a valid one.
 
         Call this before the step is committed.
 
         If a request has NaN or infinite logits, its KV may be damaged as well, so its cached blocks
-        are evicted. If this recurs soon, all cached blocks are evicted. Requests that were
-        cancelled in the meantime are handled the same way but do not get an error.
+        are evicted. If this happens again soon, all cached blocks are evicted. The same is done for
+        requests that were cancelled in the meantime, except that they do not get an error.
         """
         sampled = self._with_allowed_token(sampled)
         damaged = dict.fromkeys(each.request_id for each in sampled if each.token_id == NO_TOKEN)
@@ -464,7 +466,7 @@ class EngineCore:
         return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _with_allowed_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Drop tokens of requests whose constraints rule out every token, and fail the requests."""
+        """Fail requests whose constraints rule out every token, and drop their tokens."""
         refused = dict.fromkeys(
             each.request_id for each in sampled if each.token_id == NOTHING_ALLOWED
         )
@@ -497,7 +499,7 @@ class EngineCore:
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
     def _wait_for_memory(self, reason: str) -> None:
-        """Postpone the step because other processes hold memory that it needs.
+        """Drop the plan and retry later, because other processes hold memory that the step needs.
 
         Raises:
             MemoryShortError: the shortage has lasted too long.
@@ -537,12 +539,12 @@ class _InFlight(NamedTuple):
 
 
 class PipelinedEngine(EngineCore):
-    """The step loop for a group of pipeline stages, which compute different plans concurrently.
+    """The step loop for several pipeline stages, which compute different plans concurrently.
 
     Up to `SchedulerLimits.max_in_flight` plans with different sequences are submitted before the
     first result is collected. Results are collected in submission order. If a step fails on any
-    rank, all plans in flight are lost and the group exits. Another worker then resumes their
-    requests.
+    rank, all plans in flight are lost, and all processes of the group exit. Another worker then
+    resumes the requests.
     """
 
     def __init__(
@@ -562,11 +564,11 @@ class PipelinedEngine(EngineCore):
 
     @property
     def has_work(self) -> bool:
-        """Whether there are steps to compute or results to collect, even of cancelled requests."""
+        """Whether there are steps to compute or results to collect, even for cancelled requests."""
         return bool(self._in_flight) or super().has_work
 
     def step(self) -> list[TokenOutput]:
-        """Submit plans until the maximum is in flight, then collect and commit the oldest plan."""
+        """Submit plans up to the maximum in flight, then collect and commit the oldest one."""
         # A step with an injected fault is computed alone, so that it can be computed again.
         if self._faults and not self._in_flight:
             return super().step()
@@ -578,7 +580,7 @@ class PipelinedEngine(EngineCore):
         return self._collect_oldest() if self._in_flight else []
 
     def _submit_next(self) -> bool:
-        """Submit the next plan. Return False if there is currently nothing to compute."""
+        """Submit the next plan. Return False if there is nothing to compute at the moment."""
         scheduled = self.scheduler.schedule()
         plan = self._constrained(scheduled)
         self._move(plan)

@@ -13,29 +13,30 @@ from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.native import library
 
 _COMPUTING = ("kernels", "layers", "runner")
-"""Packages whose code computes tokens with torch and Triton, or by calling the C++ library."""
+"""Packages whose code computes tokens, either with torch and Triton or by calling the C++
+library."""
 
 _DIGITS = 16
 """Number of hexadecimal digits of a digest in a fingerprint."""
 
 _ORDER = "16 sums, 1"
-"""Identifier of the C++ library's summation order, the same on AVX2 and AVX-512 (decision 52).
+"""Identifier of the C++ library's summation order, shared by AVX2 and AVX-512 (decision 52).
 
 Change it whenever the order or a polynomial approximation changes.
 """
 
 _CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
-"""Entries of /proc/cpuinfo that identify the kind of CPU, on x86 and on Arm."""
+"""Fields of /proc/cpuinfo that identify the CPU model on x86 and on Arm."""
 _CPU_FLAGS = {
     *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
     *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 }
-"""CPU instruction set extensions that determine which kernels libraries choose."""
+"""CPU instruction set extensions by which libraries choose their kernels."""
 
 
 def canonical_order() -> str:
-    """Return an identifier of the order in which the C++ library evaluates sums and polynomials.
+    """Return an identifier for the order in which the C++ library evaluates sums and polynomials.
 
     With the same build of the library, processors with the same identifier produce bit-identical
     results. The identifier is empty if the library is not available.
@@ -60,7 +61,7 @@ def _library_bytes() -> bytes:
 
 
 def digest_of(model_config: ModelConfig) -> str:
-    """Return a digest of a model configuration's dimensions and constants."""
+    """Return a digest of the dimensions and constants in a model configuration."""
     return digest_of_json(msgspec.to_builtins(model_config))
 
 
@@ -71,14 +72,14 @@ def digest_of_json(value: object) -> str:
 
 
 def processor_of(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor model, which affects the choice of kernels and the summation order."""
+    """Return the processor model, on which the choice of kernels and the summation order depend."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_kind(cpuinfo)
 
 
 def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the CPU's vendor, family, model, and instruction set extensions used by kernels."""
+    """Return the CPU's vendor, family and model, and the instruction sets that kernels use."""
     capability = torch.backends.cpu.get_cpu_capability()
     try:
         first, *_ = cpuinfo.read_text(encoding="utf-8", errors="replace").split("\n\n")
@@ -94,5 +95,5 @@ def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def yes_or_no(value: bool) -> str:
-    """Convert a boolean to "yes" or "no", as in fingerprints."""
+    """Convert a boolean to "yes" or "no" for use in fingerprints."""
     return "yes" if value else "no"

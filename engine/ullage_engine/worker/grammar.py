@@ -1,8 +1,8 @@
-"""Grammars (structured output): masks of the tokens that may come next in an answer.
+"""Grammars for structured output: masks of the tokens that may come next in an answer.
 
-A grammar is compiled in a background thread. The rank that runs the scheduler matches answers
-against the grammar on its CPU. A mask only depends on the grammar and the output so far, so a
-preempted or resumed request continues with the same masks.
+Grammars are compiled in a background thread. The rank that runs the scheduler matches answers
+against them on its CPU. A mask depends only on the grammar and the output so far, so a preempted or
+resumed request continues with the same masks.
 """
 
 import logging
@@ -25,7 +25,7 @@ from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 log = logging.getLogger("ullage.engine.worker")
 
 _MAX_COMPILED = 8
-"""Maximum number of compiled grammars to cache for later requests."""
+"""Maximum number of compiled grammars to keep for later requests."""
 
 
 class GrammarError(Exception):
@@ -33,11 +33,11 @@ class GrammarError(Exception):
 
 
 class VocabularyError(GrammarError):
-    """Raised if the vocabulary cannot be loaded, so that no grammar can be enforced."""
+    """Raised if no grammar can be enforced because the vocabulary cannot be loaded."""
 
 
 def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
-    """Build the vocabulary for a model's grammars, which takes about 0.5 s for 50,000 tokens.
+    """Build the vocabulary for matching grammars, which takes about 0.5 s for 50,000 tokens.
 
     Raises:
         GrammarError: the model does not support grammars.
@@ -63,7 +63,7 @@ class _Progress:
     def allowed(self, chunk: Chunk) -> bytes:
         """Return a bit mask of the tokens that may follow a chunk.
 
-        The answer so far must begin with the answer at the previous call.
+        The answer may only have grown since the previous call.
 
         Raises:
             GrammarError: the grammar has become too complex.
@@ -80,14 +80,15 @@ class _Progress:
 
 
 class Grammars:
-    """The grammars of all requests of the engine. This class is not thread-safe."""
+    """The grammars of all requests in the engine. This class is not thread-safe."""
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         """Start the thread that compiles grammars.
 
-        `load` returns the vocabulary and is called on that thread for the first grammar. It raises
-        GrammarError if the model does not support grammars. Any other error fails the requests with
-        that grammar, except running out of memory, for which no request is to blame.
+        For the first grammar, the thread calls `load`, which returns the vocabulary or raises
+        GrammarError if the model does not support grammars. If `load` fails for any other reason,
+        the requests with that grammar fail. Only running out of memory does not fail them, because
+        no request is to blame for it.
         """
         self._load = load
         self._vocabulary: LLTokenizer | None = None
@@ -102,7 +103,7 @@ class Grammars:
         self._open: dict[str, _Progress] = {}
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """Start compiling a grammar, unless it is already compiled or being compiled.
+        """Start compiling a grammar, unless it has been or is being compiled already.
 
         Returns:
             A future that may raise GrammarError, or MemoryError if the host has too little memory.
@@ -117,19 +118,19 @@ class Grammars:
         return compilation
 
     def open(self, request: EngineRequest, compiled: LLMatcher) -> None:
-        """Constrain a request's answer by its grammar until `close` is called."""
+        """Constrain a request's answer to its grammar until `close` is called."""
         self._open[request.request_id] = _Progress(compiled.deep_copy())
 
     def close(self, request_id: str) -> None:
-        """Drop the state of a request's grammar, if it has one."""
+        """Drop a request's matching state, if it has a grammar."""
         self._open.pop(request_id, None)
 
     def constrain(self, plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
         """Add grammar masks to a step's plan.
 
         Returns:
-            The plan without chunks whose grammars failed, and the reason for each failure by
-            request id.
+            The plan with masks, without the chunks whose grammars failed, and the reasons for these
+            failures by request id.
         """
         if not self._open:
             return plan, {}
@@ -174,12 +175,12 @@ class Grammars:
 
 
 def no_vocabulary() -> LLTokenizer:
-    """Raise GrammarError, as the vocabulary loader of engines without a tokenizer."""
+    """Raise GrammarError. Engines without a tokenizer use this in place of a vocabulary loader."""
     raise GrammarError("this engine has no tokenizer, which grammars need")
 
 
 def _without(mask: bytes, banned: Sequence[int]) -> bytes:
-    """Remove banned tokens from a mask, unless no allowed token would remain."""
+    """Remove banned tokens from a mask, unless that would leave no allowed token."""
     allowed = np.frombuffer(mask, np.uint8).copy()
     for token in banned:
         allowed[token // 8] &= ~np.uint8(1 << token % 8)

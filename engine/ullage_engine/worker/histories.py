@@ -1,9 +1,9 @@
 """Transfers token histories to the rank that samples, sending each token only once.
 
-Penalties need a request's whole history in every step, and histories only grow. Rank 0 therefore
-only sends new tokens, and the rank that samples keeps the earlier ones. Both ranks keep histories
-for the same requests: the most recently sampled ones, up to a fixed number. They drop the history
-of a request that has not been in any of the last `KEPT_PLANS` plans, because it has ended or is
+Penalties need a request's whole token history in every step, but histories only grow. Rank 0
+therefore sends only new tokens, and the rank that samples keeps the earlier ones. Both ranks keep
+histories for the same requests: a fixed number of the most recently sampled requests. They drop the
+history of a request that was in none of the last `KEPT_PLANS` plans, because it has finished or is
 waiting. If the request runs again later, rank 0 resends its whole history.
 """
 
@@ -17,23 +17,23 @@ from ullage_engine.protocol.step_plan import Chunk
 T = TypeVar("T")
 
 KEPT_PLANS = 64
-"""Number of consecutive plans without a request after which its history is dropped.
+"""Number of consecutive plans that do not include a request after which its history is dropped.
 
-A running request is in every plan, or in one of N consecutive plans if N plans are in flight.
+A running request is in every plan, or in one out of N consecutive plans if N plans are in flight.
 """
 
 
 class _Recent(Generic[T]):
-    """Values of recently planned requests, by id. Both ranks evict the same requests."""
+    """Values stored per recently planned request. Both ranks evict the same requests."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._num_plans = 0
         self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
-        """Value and last plan number of each request, most recently used last."""
+        """Value and last plan number of each request, least recently used first."""
 
     def begin_plan(self) -> None:
-        """Count a new plan, and drop requests that were not used in the last `KEPT_PLANS` plans."""
+        """Count a new plan, and drop requests that were in none of the last `KEPT_PLANS` plans."""
         self._num_plans += 1
         while self._kept and next(iter(self._kept.values()))[1] <= self._num_plans - KEPT_PLANS:
             self._kept.popitem(last=False)
@@ -43,28 +43,28 @@ class _Recent(Generic[T]):
         return self._kept.pop(request_id, (default, 0))[0]
 
     def keep(self, request_id: str, value: T) -> None:
-        """Store a value as the most recently used, evicting the least recently used one if full."""
+        """Store a request's value as the most recent. If full, evict the least recently used."""
         self._kept[request_id] = (value, self._num_plans)
         if len(self._kept) > self._max_requests:
             self._kept.popitem(last=False)
 
 
 class SentHistories:
-    """Tracks which history tokens rank 0 has already sent."""
+    """Tracks which tokens of each history rank 0 has already sent."""
 
     def __init__(self, max_requests: int) -> None:
         self._recent: _Recent[tuple[list[int], int]] = _Recent(max_requests)
         """The history of each request, and how many of its tokens have been sent."""
 
     def begin_plan(self) -> None:
-        """Drop requests that are out of date. Call this once per plan, before its first chunk."""
+        """Drop histories no longer in use. Call this once per plan, before its first chunk."""
         self._recent.begin_plan()
 
     def shorten(self, chunk: Chunk) -> Chunk:
-        """Return a copy of a chunk whose history only contains tokens that were not sent yet.
+        """Return a copy of a chunk with only those history tokens that have not been sent yet.
 
-        If the history is not the same list object as in the request's last chunk, it is sent
-        completely.
+        If the history is a different list object than in the request's last chunk, the whole
+        history is sent.
         """
         history, start = self._recent.pop(chunk.request_id, ([], 0))
         if history is not chunk.history:
@@ -84,7 +84,7 @@ class ReceivedHistories:
         self._recent.begin_plan()
 
     def complete(self, chunk: Chunk) -> Chunk:
-        """Return a copy of a chunk with its whole history, which is the same list in every step.
+        """Return a copy of a chunk with its whole history, as the same list object in every step.
 
         Raises:
             RuntimeError: earlier tokens of the history have not been received.

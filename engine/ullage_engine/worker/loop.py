@@ -1,7 +1,7 @@
 """The shared part of all worker processes: the link to the server, the loop, and the command line.
 
-A worker connects to the server's socket, loads the model, sends Ready, and computes steps while it
-has work. It exits after Shutdown, and the kernel kills it if the server exits.
+A worker connects to the server's socket, loads the model, sends `Ready`, and computes steps as long
+as it has requests. It exits on `Shutdown`, and the kernel kills it if the server exits.
 
 exit status: 0 after Shutdown or if the server has exited, 1 unexpected error, 2 invalid
 configuration or model, 3 another rank has exited, 5 other processes hold memory that steps need, 6
@@ -82,16 +82,16 @@ log = logging.getLogger("ullage.engine.worker")
 
 # Messages.
 DRAIN_S = 0.02
-"""Maximum seconds to spend on receiving messages between two steps.
+"""Maximum seconds to spend receiving messages between two steps.
 
-Further messages wait until after the next step, so that they do not delay decodes.
+Any further messages have to wait until after the next step, so that they do not delay decodes.
 """
 _SEND_TIMEOUT_S = 30.0
 """Seconds after which a server that does not read messages is considered dead."""
 _COMPILED_S = 0.005
-"""Seconds between checks of an idle worker for whether a grammar has been compiled."""
+"""Seconds between an idle worker's checks for whether a grammar has been compiled."""
 _EMPTY_STEP_S = 0.005
-"""Seconds to wait for messages after a step that could not compute anything."""
+"""Seconds to wait for messages after a step in which nothing could be computed."""
 
 # Reports.
 _STATE_INTERVAL_S = 0.1
@@ -103,7 +103,7 @@ _LOG_INTERVAL_S = 10.0
 TRACES_WITHIN_S = 1.0
 """Maximum seconds to spend on exporting the last tracing spans.
 
-The server waits for the worker to exit during this time.
+Meanwhile, the server is waiting for the worker to exit.
 """
 
 _PR_SET_PDEATHSIG = 1
@@ -175,7 +175,7 @@ class LoraAdapters(Protocol):
         Args:
             name: name by which requests select the adapter.
             folder: folder of the adapter's files.
-            is_checked: whether an earlier worker has already loaded the adapter.
+            is_checked: whether an earlier worker has already loaded the adapter successfully.
         """
 
     def remove(self, name: str) -> None:
@@ -183,7 +183,7 @@ class LoraAdapters(Protocol):
 
 
 class WorkerEngine(Protocol):
-    """The loop's interface to an engine that computes requests."""
+    """The loop's interface to the engine that computes requests."""
 
     @property
     def tiers(self) -> KvTransfers | None:
@@ -207,7 +207,7 @@ class WorkerEngine(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in which something was computed."""
+        """Number of steps so far in which anything was computed."""
 
     def is_compiled(self, request: EngineRequest) -> bool:
         """Return whether a request's grammar is compiled. If not, start compiling it."""
@@ -252,7 +252,7 @@ class StartedEngine(Protocol):
         """Measure memory and load, and end sessions that have been idle for too long."""
 
     def ready(self, state: WorkerState) -> Ready:
-        """Return the message that describes the model, the worker and the worker's first state."""
+        """Return the message that describes the model, the worker and its initial state."""
 
     def log_start(self) -> None:
         """Log facts about the started model and devices."""
@@ -265,11 +265,12 @@ Report = Callable[[Loading], None]
 """Function that reports startup progress to the server."""
 
 Start = Callable[[EngineConfig, Report, argparse.Namespace], StartedEngine]
-"""Function that loads the configured model. It also receives the command-line options."""
+"""Function that loads the model, given the configuration, a progress callback and the command-line
+options."""
 
 
 class Worker:
-    """The worker's main loop, which serves one server until Shutdown."""
+    """The worker's main loop, which serves one server until it receives `Shutdown`."""
 
     def __init__(
         self,
@@ -283,10 +284,10 @@ class Worker:
 
         Args:
             started: the engine and its memory.
-            batching: how long to wait for more requests before a step.
+            batching: settings for how long to wait for more requests before a step.
             link: connection to the server.
-            pressure: determines the batch size based on the worker's state.
-            clock: returns monotonic time in seconds, to time the receiving of messages.
+            pressure: controller that adjusts the batch size to the worker's state.
+            clock: returns monotonic time in seconds, used to time out waits for messages.
         """
         self._clock = clock
         self._started = started
@@ -302,10 +303,10 @@ class Worker:
         self._is_changed = False
         self._reported_at = time.monotonic()
         self._log_at = self._reported_at
-        """Time after which prefix cache hits may be logged again."""
+        """Time at which prefix cache hits may be logged again."""
 
     def run(self) -> None:
-        """Send Ready, and serve until Shutdown arrives or the server's process exits."""
+        """Send `Ready`, and serve until `Shutdown` arrives or the server's process exits."""
         parent = os.getppid()
         # Nothing loaded so far ever becomes garbage, so no collection needs to look at it.
         gc.freeze()
@@ -343,8 +344,8 @@ class Worker:
     def _send_last_state(self) -> None:
         """Send a final state report, with the number of steps that ran out of memory.
 
-        The report does not include the step that terminates the worker. The server counts that step
-        based on the worker's exit status.
+        The report does not count the step that is terminating the worker. The server counts that
+        step by the worker's exit status.
         """
         # Measuring the state may fail, since the device may be lost.
         with contextlib.suppress(Exception):
@@ -390,7 +391,7 @@ class Worker:
         """Receive pending messages, waiting for them only if there is nothing to compute.
 
         A single request starts immediately. If two or more requests arrive together, more are
-        likely to follow, and computing all of them in one step is cheaper than in several. The loop
+        likely to follow, and computing them all in one step is cheaper than in several. The loop
         therefore waits for more: up to the prefill window if idle, or up to the shorter decode
         window if it is already computing prompts. It never waits while sequences are decoding.
         Requests that arrive during a decode join the next step.
@@ -408,13 +409,13 @@ class Worker:
             pass
 
     def _drain(self, timeout_s: float) -> int:
-        """Receive messages until none are pending, or for `DRAIN_S` after the first one.
+        """Receive messages until none are pending or `DRAIN_S` have passed since the first one.
 
         Args:
             timeout_s: seconds to wait for the first message.
 
         Returns:
-            The number of `Submit` messages.
+            The number of `Submit` messages received.
         """
         message = self._link.receive(timeout_s)
         deadline = self._clock() + DRAIN_S
@@ -472,7 +473,7 @@ class Worker:
             self._submit_now(message)
 
     def _submit_compiled(self) -> None:
-        """Submit requests that were held back if their grammar is compiled by now."""
+        """Submit held-back requests whose grammars have been compiled by now."""
         waiting = self._compiling
         self._compiling = []
         for message in waiting:
@@ -506,7 +507,7 @@ class Worker:
         self._log_prefix_hits(state)
 
     def _log_prefix_hits(self, state: WorkerState) -> None:
-        """Periodically log the prefix cache's hit rate."""
+        """Log the prefix cache's hit rate from time to time."""
         looked_up = state.prefix_lookup_tokens - self._logged.prefix_lookup_tokens
         if looked_up <= 0 or self._reported_at < self._log_at:
             return
@@ -518,7 +519,7 @@ class Worker:
         self._log_at = self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
-        """Return the current state with its pressure level, and adjust the batch size to it."""
+        """Return the current state and pressure level, and adjust the batch size accordingly."""
         state = self._pressure.judge(self._started.state())
         if self._profile:
             self._profile.on_state(state)
@@ -548,11 +549,11 @@ def run(
     """Run a worker from its command line, and return the exit status.
 
     Args:
-        parser: parser with the options specific to this kind of worker. The common options are
-            added to it.
+        parser: parser with the options specific to this kind of worker, to which the common options
+            are added.
         start: loads the model.
         arguments: the command line, or None for the command line of this process.
-        import_libraries: imports the libraries that `start` needs. A standby worker calls it in
+        import_libraries: imports the libraries that `start` needs. A standby worker calls this in
             advance.
     """
     parent = os.getppid()

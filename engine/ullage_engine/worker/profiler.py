@@ -1,7 +1,7 @@
-"""Records profiles of a serving worker's steps, with torch's profiler or as a batch timeline.
+"""Profiles the steps of a serving worker, with torch's profiler or as a timeline of batches.
 
-A worker records one profile at a time, for a limited number of steps and seconds. Writing the
-trace is slow and runs in a background thread.
+A worker records one profile at a time, for a limited number of steps and seconds. Writing the trace
+is slow and runs in a background thread.
 """
 
 import gzip
@@ -25,15 +25,15 @@ from ullage_engine.protocol.worker_state import WorkerState
 log = logging.getLogger("ullage.engine.worker.profiler")
 
 MAX_GROWTH_BYTES = 64 << 20
-"""Memory growth of the process in bytes at which a recording stops: about 300,000 events.
+"""Memory growth of the process in bytes at which recording stops, after about 300,000 events.
 
-Events take ten times as much memory before they are written. A step of a 30-layer model has about
+Events take ten times as much memory until they are written. A step of a 30-layer model has about
 4,000 events.
 """
 
 
 class _Recorder(Protocol):
-    """The interface of recorders, which start recording steps when they are created."""
+    """The interface of recorders. A recorder starts recording steps as soon as it is created."""
 
     @property
     def is_full(self) -> bool:
@@ -50,9 +50,9 @@ class _Recorder(Protocol):
 
 
 class _Operations:
-    """Records torch's operations on the CPU and on the worker's device.
+    """Records torch operations on the CPU and on the worker's device.
 
-    Shapes and stack traces are not recorded, because they would account for most of the overhead.
+    Shapes and stack traces are not recorded, because they would cause most of the overhead.
     """
 
     def __init__(self) -> None:
@@ -128,8 +128,8 @@ class Profile:
         """Start recording.
 
         Args:
-            start: kind, length and file of the profile.
-            events: events of the worker's requests.
+            start: message with the profile's kind, length and file.
+            events: lifecycle events of the worker's requests.
             num_steps: number of steps that the worker has computed so far.
         """
         self._start = start
@@ -152,7 +152,7 @@ class Profile:
         self._until = 0.0
 
     def advance(self, num_steps: int) -> ProfileDone | None:
-        """Stop recording if it is complete. Once the file is written, return the result."""
+        """Stop recording if the profile is complete. Return the result once the file is written."""
         if self._writing is None:
             self._num_steps = num_steps - self._first_step
             if self._recorder.is_full:

@@ -1,8 +1,8 @@
-"""The startup of one rank, phase by phase. Every allocation is recorded in a ledger.
+"""The startup of one rank, phase by phase. Every memory allocation is recorded in a ledger.
 
-All ranks of a group finish one phase before any of them begins the next: `worker.startup` on rank 0
-sends the commands, and `worker.rank_process` executes them on the other ranks. The ranks compute
-together in two phases, `warm_up` and `finalize`.
+All ranks of a group finish a phase before any of them begins the next. On rank 0, `worker.startup`
+sends a command per phase, and `worker.rank_process` executes it on the other ranks. In two of the
+phases, `warm_up` and `finalize`, the ranks compute together.
 """
 
 import logging
@@ -75,19 +75,20 @@ from ullage_kv import Arena, namespace
 log = logging.getLogger("ullage.engine.worker")
 
 _STAGING_BYTES = 16 << 20
-"""Bytes reserved for messages, token lists and queues, whose sizes depend on the requests."""
+"""Bytes to reserve for messages, token lists and queues, whose sizes depend on the requests."""
 
 # How many prompt tokens a step computes.
 _PREFILL_CHUNK_TOKENS = 512
 """Default maximum number of prompt tokens per step."""
 _LEAST_CHUNK_TOKENS = 128
-"""Lower bound of the measured prompt token limit. Matmuls with fewer rows are inefficient."""
+"""Lower bound of the measured prompt token limit, because matmuls with fewer rows are
+inefficient."""
 _CHUNK_UNIT = 64
 """The measured prompt token limit is rounded down to a multiple of this number."""
 _PREFILL_S = 0.5
-"""Maximum seconds for a step at the beginning of a prompt, because decodes have to wait for it.
+"""Maximum seconds for a step at the beginning of a prompt, which decodes have to wait for.
 
-It applies unless the chunk size is configured or would change answers.
+It applies unless the chunk size is configured, or changing it would change answers.
 """
 _DEADLINE_SHARE = 0.25
 """Maximum fraction of limits.step_deadline that the prompt tokens of one step may take."""
@@ -96,15 +97,15 @@ _DEADLINE_SHARE = 0.25
 _DEEP_TOKENS = 64
 """Number of prompt tokens to time, with and without a long context."""
 _DEEP_CONTEXT = 4096
-"""Number of tokens in the long context, if the maximum sequence length allows."""
+"""Number of tokens in the long context, if the maximum sequence length allows that many."""
 _SHALLOW_CONTEXT = 256
-"""Number of context tokens below which the time to read them is too short to measure."""
+"""Number of context tokens below which the time to read the context is too short to measure."""
 
 # How much context the decodes of a step read.
 _DECODE_READ_S = 0.1
-"""Maximum seconds that one step's decodes may spend on reading KV, because prompts have to wait."""
+"""Maximum seconds that one step's decodes may spend reading KV, because prompts have to wait."""
 _ANY_CONTEXT = 1 << 40
-"""Number of context tokens that no step reaches, which means that there is no limit."""
+"""Number of context tokens that stands for "no limit", because no step reaches it."""
 
 _TRANSFER_TIMEOUT_S = 60.0
 """Minimum timeout in seconds for transfers between ranks. The server detects failures sooner."""
@@ -124,7 +125,7 @@ _COMPUTING_ROOMS = (
 def chunk_tokens(token_s: float, most: int) -> int:
     """Return how many prompt tokens a step may compute without delaying decodes for too long.
 
-    The number is high enough for efficient matmuls, unless `most` is too low for that.
+    The result is large enough for efficient matmuls, unless `most` is too small for that.
 
     Args:
         token_s: seconds per token at the beginning of a prompt. Later tokens take longer.
@@ -143,10 +144,10 @@ def measured_cost(
         token_s: seconds per token at the beginning of a prompt.
         context_s: additional seconds for each context token that a token attends to.
         tokens: number of prompt tokens in a step at the beginning of a prompt.
-        deadline_s: seconds after which a worker is considered hung if it has not finished its step.
+        deadline_s: seconds after which a worker that has not finished its step is considered hung.
         is_free: whether the chunk size may be chosen freely. If so, steps deep in a prompt compute
-            fewer tokens, so that they delay decodes no longer than steps at the beginning. If not,
-            only the deadline limits the number of tokens.
+            fewer tokens, so that they do not delay decodes longer than steps at the beginning do.
+            If not, only the deadline limits the number of tokens.
     """
     if token_s <= 0.0:
         return PromptCost()
@@ -159,7 +160,7 @@ def measured_cost(
 
 
 class RankStartup:
-    """The startup of one rank, from its configuration to a runner.
+    """Takes one rank from its configuration to a runner that is ready for steps.
 
     Call each phase once, in this order: `load`, `allocate_arenas`, `warm_up`, `allocate_kv`,
     `finalize`.
@@ -194,8 +195,8 @@ class RankStartup:
         self._workspace: Workspace | None = None
 
         self.swap_bytes_per_second = 0.0
-        """Bandwidth of all ranks to host memory in bytes per second, as measured by this rank, or 0
-        without host memory for KV."""
+        """Combined bandwidth of all ranks to host memory in bytes per second, as measured by this
+        rank, or 0 without host memory for KV."""
         self.decode_tokens = _ANY_CONTEXT
         """Maximum number of context tokens that one step's decodes may read, as measured by
         `finalize`."""
@@ -255,7 +256,7 @@ class RankStartup:
 
     @cached_property
     def limits(self) -> SchedulerLimits:
-        """Limits for the plans that the scheduler makes."""
+        """Limits that the scheduler's plans must observe."""
         batching = self.config.batching
         chunk = batching.prefill_chunk_tokens
         chunk = _PREFILL_CHUNK_TOKENS if chunk is None else chunk
@@ -299,22 +300,22 @@ class RankStartup:
 
     @cached_property
     def window_tokens(self) -> int:
-        """Sliding window length in tokens, if layers with sliding windows have separate KV blocks.
+        """Sliding window length in tokens, if sliding window layers have separate KV blocks.
 
-        It is 0 if no sequence can be longer than a window and a prompt chunk together. In that
-        case, no layer has separate blocks.
+        It is 0, and no layer has separate blocks, if no sequence can be longer than a window and a
+        prompt chunk together.
         """
         window = self.model_config.window
         return window if window + self.limits.prompt_tokens < self.max_model_len else 0
 
     @property
     def kv_itemsize(self) -> int:
-        """Bytes per stored KV element, which determine all KV sizes."""
+        """Bytes per stored KV element, from which all KV sizes are computed."""
         return kv_itemsize(self.config.model.kv_dtype, self.kv_type)
 
     @cached_property
     def library_refusal(self) -> str:
-        """Reason why the C++ library cannot compute whole steps, or empty if it can."""
+        """Why the C++ library cannot compute whole steps, or an empty string if it can."""
         assert self._loaded is not None, "load comes first"
         if self.layout.world > 1:
             return "several ranks compute together"
@@ -322,7 +323,7 @@ class RankStartup:
 
     @cached_property
     def kv_type(self) -> torch.dtype:
-        """Data type of keys and values that are not stored as float8."""
+        """Data type of stored keys and values, unless they are stored as float8."""
         if self.config.model.dtype != "auto":
             return self.dtype
         return auto_kv_type(self.library_refusal, self.dtype)
@@ -354,9 +355,10 @@ class RankStartup:
         touch_pages(self._loaded.tensors.values(), self.device)
 
     def allocate_arenas(self, store: Path | None = None) -> None:
-        """Join the other ranks, and allocate the buffers of a step.
+        """Join the other ranks, and allocate the buffers for steps.
 
-        Ranks compute together from the next phase on, so a rank with too little memory fails now.
+        From the next phase on, ranks compute together, so a rank with too little memory must fail
+        now.
 
         Args:
             store: file through which the ranks find each other, or None for a single rank.
@@ -406,11 +408,11 @@ class RankStartup:
         return CudaCapture
 
     def warm_up(self) -> int:
-        """Run the largest steps on a pool of one block, so that libraries allocate their workspace.
+        """Run the largest steps on a one-block pool, so that libraries allocate their workspaces.
 
         Returns:
-            The number of KV blocks that fit in the remaining memory, which is an upper bound for
-            the pool.
+            The number of KV blocks that fit in the remaining memory. The pool may not be larger
+            than that.
         """
         self._progress("warm_up")(0, 0)
         give_back_freed()
@@ -454,8 +456,8 @@ class RankStartup:
         """Run the largest steps on the KV pool, compute the proof, and finalize the ledger.
 
         The pool may occupy memory that `warm_up` used for temporary tensors. Running the steps
-        again reallocates them now instead of during the first requests. The proof shows that the
-        rank computes the same results as a verified start.
+        again allocates that memory anew now instead of during the first requests. The proof lets
+        later starts check that they compute the same results.
 
         Args:
             verifies: whether to compute the proof twice and compare, because no start has been
@@ -489,7 +491,8 @@ class RankStartup:
     def _check_weights(self) -> None:
         """Compare the weights in memory with the checksums of the prepared file.
 
-        Otherwise, if the first start computed with damaged weights, no later start would detect it.
+        Without this check, if the first start computed with damaged weights, no later start would
+        notice.
         """
         began = time.monotonic()
         folder = Path(self.config.server.weights_dir)
@@ -501,7 +504,7 @@ class RankStartup:
         log.info("weights in memory have the checksums of their file, %.1f s", seconds)
 
     def _measure_prompts(self) -> None:
-        """Measure the cost of prompt tokens, and derive how many a step may compute."""
+        """Measure the cost of prompt tokens, and derive how many of them a step may compute."""
         most = self.limits.prompt_tokens
         measured = min(_LEAST_CHUNK_TOKENS, most)
         token_s = self.runner.measure_prompt_seconds(measured) / measured
@@ -562,7 +565,7 @@ class RankStartup:
         )
 
     def _shard(self, model_config: ModelConfig, encodings: dict[str, Encoding]) -> Slicer:
-        """Return an object that extracts this rank's shard of the model."""
+        """Return a slicer that extracts this rank's shard of the model."""
         pool = self.config.server.pool
         layout = self.layout
         try:
@@ -599,7 +602,7 @@ class RankStartup:
         return pipeline_rank
 
     def _log_decoder(self) -> None:
-        """Log whether the C++ library or torch computes steps on a CPU, and why if it is torch."""
+        """On a CPU, log whether the C++ library computes steps, or why torch does instead."""
         if self.rank or self.device.type != "cpu":
             return
 
@@ -616,7 +619,7 @@ class RankStartup:
     def _fitting_blocks(self) -> int:
         """Count the KV blocks that fit in the memory of this rank's device.
 
-        If none of this rank's layers store KV, the count does not limit the other ranks.
+        If none of this rank's layers store KV, the count is too high to limit the other ranks.
         """
         chunk_blocks = -(-self.limits.prompt_tokens // self.step_limits.block_tokens)
         limit = kv_limit(self.config.memory, on_cpu=self.device.type == "cpu")
@@ -659,7 +662,7 @@ class RankStartup:
         return self.runner.kv_block_bytes * 2 * bool(is_staged)
 
     def _shared_slots(self) -> torch.Tensor | None:
-        """Return this rank's part of the host tier as [slots, bytes], or None without a host tier.
+        """Return this rank's slice of the host tier as [slots, bytes], or None without a tier.
 
         Each slot contains the parts of all ranks in rank order.
         """
@@ -687,7 +690,7 @@ class RankStartup:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Fingerprint of everything that affects the exact answers, stable across restarts."""
+        """Fingerprint of everything that can change the bits of answers. Stable across restarts."""
         assert self._loaded is not None, "load comes first"
         layout = self.layout
         encodings = self._loaded.encodings.values()
@@ -724,7 +727,7 @@ class RankStartup:
 
     @property
     def kv_space(self) -> bytes:
-        """Namespace of this group's KV outside the device, or empty if no KV is stored there.
+        """Namespace of this group's KV outside the device, or empty if no KV is stored outside.
 
         It is empty if there is no host tier or no prefix cache, or if not even one block fits in
         the host tier.
@@ -785,7 +788,7 @@ class RankStartup:
         return ProofFile(Path(self.config.server.weights_dir), self.weights_key, facts)
 
     def _check_prices(self, kv_pool_bytes: int) -> None:
-        """Check that the allocated bytes match the cost formulas of admission and the router."""
+        """Check that allocations match the cost formulas that admission and the router use."""
         allocated = self.runner.allocated_bytes()
         if self.layout.world > 1:
             # Parts of a mapped file count with their own bytes, not with those of the whole file.
@@ -807,8 +810,9 @@ class RankStartup:
     def _settle_workspace(self) -> None:
         """Record the final size of the workspace in bytes.
 
-        The KV pool may have taken over freed parts of the workspace. Bytes in excess of the
-        reserved workspace, for example for the pool's bookkeeping, are recorded as staging.
+        The KV pool may have taken over freed parts of the workspace. If more bytes are in use than
+        were reserved for the workspace, for example by the pool's bookkeeping, the excess is
+        recorded as staging.
         """
         entries = {entry.name: entry for entry in self.ledger.states()}
         workspace = entries["workspace"]
@@ -828,7 +832,7 @@ class RankStartup:
 
 
 def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_blocks: int) -> int:
-    """Count the KV blocks that fit on a device. The largest prompt chunk must fit.
+    """Count the KV blocks that fit on a device, which must suffice for the largest prompt chunk.
 
     Args:
         ledger: the ledger of the device.
@@ -878,5 +882,5 @@ def read_layout(config: EngineConfig) -> RankLayout:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the total size of tensors in bytes, with each rounded up to whole pages."""
+    """Return the total size of tensors in bytes, with each tensor rounded up to whole pages."""
     return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)

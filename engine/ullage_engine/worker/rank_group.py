@@ -1,12 +1,12 @@
-"""Rank 0's end of a group of ranks: the processes, the messages, and a runner for the group.
+"""Rank 0's side of a group of ranks: the processes, the messages, and a runner for the group.
 
-Messages are encoded as msgpack and sent over one ZeroMQ pair per rank. At startup, ranks answer
-once when they have loaded, and then answer each of the commands `Join`, `WarmUp`, `Allocate` and
-`Finalize` with `Done` or `Failed`. Rank 0 sends a command only after all ranks have answered the
-previous one. Ranks only wait for each other's results in `WarmUp` and `Finalize`. Any other
-failure, such as a lack of memory, occurs in `Join` or `Allocate`. While serving, the rank that
-samples answers `Execute`, and all ranks answer `Sync`. If a rank fails while serving, it exits and
-so does the group. `Loading` may arrive at any time.
+Messages are encoded as msgpack and sent over one ZeroMQ pair per rank. At startup, ranks send a
+first answer when they have loaded, and then answer each of the commands `Join`, `WarmUp`,
+`Allocate` and `Finalize` with `Done` or `Failed`. Rank 0 sends a command only after all ranks have
+answered the previous one. Ranks wait for each other's results only in `WarmUp` and `Finalize`.
+Other failures, such as a lack of memory, occur earlier, in `Join` or `Allocate`. While serving, the
+rank that samples answers `Execute`, and all ranks answer `Sync`. If a rank fails while serving, it
+exits and so does the group. `Loading` may arrive at any time.
 
 If one process of the group exits, all others exit too. One thread per process watches for this.
 """
@@ -54,13 +54,13 @@ START_FAILED = 4
 _POLL_MS = 100
 """Milliseconds between checks of whether an unresponsive rank is still alive."""
 _STOP_GRACE_S = 3.0
-"""Seconds within which ranks must exit after `Stop`."""
+"""Seconds that ranks have to exit after `Stop` before they are killed."""
 
 RankCommandLine = Callable[[int, str], Sequence[str]]
-"""Function that returns the command line of a rank's process, given the rank and an endpoint."""
+"""Function that returns the command line for a rank's process, given the rank and an endpoint."""
 
 Report = Callable[[Loading], None]
-"""Callback that receives the progress of a rank's loading."""
+"""Callback that receives a rank's loading progress."""
 
 
 class GroupMessage(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +74,7 @@ class Join(GroupMessage, frozen=True):
     """Command to join the other ranks, and to allocate arenas and the memory for the warm-up."""
 
     store: str
-    """Path of the rendezvous file through which ranks find each other. It does not exist yet."""
+    """Path at which to create the rendezvous file, through which ranks find each other."""
 
 
 class WarmUp(GroupMessage, frozen=True):
@@ -136,18 +136,18 @@ class Done(GroupMessage, frozen=True, kw_only=True):
 
 
 class Failed(GroupMessage, frozen=True):
-    """Answer that the rank cannot serve."""
+    """Answer that the rank cannot serve, and why."""
 
     error: str
     """One-line error message that names the configuration field or the file."""
     may_retry: bool = False
     """Whether a restart may succeed, because the error was unexpected."""
     is_unproven: bool = False
-    """Whether the rank's results differ from those of an earlier start."""
+    """Whether the reason is that the rank's results differ from those of an earlier start."""
 
 
 class Sampled(GroupMessage, frozen=True):
-    """Answer with the sampled tokens of a step."""
+    """Answer with a step's sampled tokens."""
 
     tokens: list[SampledToken]
 
@@ -158,13 +158,13 @@ ToRank0 = Answer | Loading
 
 
 def for_rank(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
-    """Return a copy of a plan, reduced to what another rank needs.
+    """Return a copy of a plan with only what another rank needs.
 
     Moves are omitted, because they are sent in a separate command before the plan. Histories and
     masks are only included for the rank that samples.
 
     Args:
-        plan: plan of rank 0.
+        plan: rank 0's plan.
         sent: record of the histories that the rank already has, or None if it does not sample.
     """
     if sent is not None:
@@ -187,8 +187,8 @@ class RankProcesses:
     """The processes of ranks 1 to n - 1.
 
     If one of these processes dies, this process exits immediately. Otherwise, a collective
-    operation would wait for the dead rank until it times out. The supervisor restarts the whole
-    group anyway.
+    operation would hang waiting for the dead rank until it times out. The supervisor restarts the
+    whole group in any case.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class RankProcesses:
 
         Args:
             world: number of ranks.
-            endpoint_base: path prefix of the sockets. Each rank's number is appended to it.
+            endpoint_base: path prefix of the sockets, to which each rank's number is appended.
             command: returns the command line for a rank.
             report: called with the ranks' loading progress while waiting for answers.
         """
@@ -239,7 +239,7 @@ class RankProcesses:
             link.send(encoded)
 
     def wait_done(self) -> list[Done]:
-        """Wait for every rank's answer to the last command, and return the answers by rank.
+        """Wait for every rank's answer to the last command, and return the answers in rank order.
 
         Raises:
             RankFailedError: a rank cannot continue.
@@ -251,7 +251,7 @@ class RankProcesses:
         return [answer for answer in answers.values() if isinstance(answer, Done)]
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
-        """Return the error that ranks report within the timeout, or None. Discard other answers."""
+        """Return the error that ranks report before the timeout, or None. Discard other answers."""
         deadline = time.monotonic() + timeout_s
         failed = dict[int, Failed]()
 
@@ -270,7 +270,7 @@ class RankProcesses:
                 return rank_failed(failed) if failed else None
 
     def wait_sampled(self, rank: int) -> Sampled:
-        """Wait for the tokens of the oldest step that have not been collected yet.
+        """Wait for the tokens of the oldest step that has not been collected yet.
 
         Raises:
             GroupLostError: the rank has exited or has sent a different answer.
@@ -281,7 +281,7 @@ class RankProcesses:
         return answer
 
     def resident_bytes(self) -> int:
-        """Return the resident memory of all ranks' processes except rank 0, in bytes."""
+        """Return the total resident memory of the processes in bytes, not counting rank 0."""
         total = 0
         for process in self._popens.values():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -305,7 +305,7 @@ class RankProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the processes immediately. Ranks that are still loading do not read commands."""
+        """Kill the processes immediately, because ranks that are loading do not read commands."""
         self._is_stopping.set()
         for process in self._popens.values():
             process.kill()
@@ -355,8 +355,8 @@ class RankProcesses:
 def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
     """Combine the errors reported by ranks into one.
 
-    If one of the errors cannot be fixed by a restart, it is assumed to have caused the others and
-    is returned alone.
+    An error that a restart cannot fix is assumed to have caused the others, and is returned by
+    itself.
     """
     for rank, each in failed.items():
         if not each.may_retry:
@@ -368,20 +368,20 @@ def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
 
 
 class DistributedRunner:
-    """The runner of a group, which computes rank 0's part and collects the last stage's tokens.
+    """The runner for a group: computes rank 0's part, and collects the last stage's tokens.
 
     Every rank executes moves and steps in the order in which they are sent. With several pipeline
     stages, the first stage computes a plan while the next stage is still computing the previous
     one.
 
     If a step fails on any rank, the whole group has to restart, because the other ranks are stuck
-    in a collective operation that the failed rank has left.
+    in a collective operation that the failed rank has abandoned.
     """
 
     def __init__(
         self, own_runner: "Runner", processes: RankProcesses, layout: RankLayout, max_sequences: int
     ) -> None:
-        """Create a runner that runs steps on `own_runner` and on `processes`.
+        """Create a runner that computes steps on `own_runner` and on the ranks of `processes`.
 
         `max_sequences` is the maximum number of sequences per step.
         """
@@ -410,8 +410,8 @@ class DistributedRunner:
     def submit(self, plan: StepPlan) -> None:
         """Start a step of a group with several pipeline stages.
 
-        The call returns once the first stage has computed its part and the next stage has received
-        the result.
+        Return once the first stage has computed its part and the next stage has received the
+        result.
 
         Raises:
             GroupLostError: the group can no longer compute.
@@ -433,7 +433,7 @@ class DistributedRunner:
         self._processes.wait_done()
 
     def _begin(self, plan: StepPlan) -> list[SampledToken]:
-        """Send a plan to every rank and compute rank 0's part. Return tokens sampled on rank 0."""
+        """Send a plan to every rank, and compute rank 0's part. Return tokens sampled on rank 0."""
         unsampled = Execute(for_rank(plan, None))
         for rank in self._processes.ranks:
             is_sampling = rank == self._sampling_rank

@@ -1,8 +1,8 @@
-"""A rank other than 0: `python -m ullage_engine.worker.rank_process`, started by the worker.
+"""Process of a rank other than 0: `python -m ullage_engine.worker.rank_process`, started by rank 0.
 
 The rank loads its part of the model, answers each startup command, and then computes its part of
-every step. It exits when rank 0 exits, and the kernel kills it if necessary. An error while serving
-terminates the rank, and with it the whole group.
+every step. If rank 0 exits, the rank exits too, and the kernel kills it if necessary. An error
+while serving terminates the rank, and with it the whole group.
 
 exit status: 0 after Stop, 2 the rank cannot serve and has told rank 0 why, 4 the rank has reported
 an unexpected error during startup, 6 the rank ran out of memory while serving, 8 the host ran out
@@ -65,9 +65,9 @@ from ullage_engine.worker.rank_group import (
 log = logging.getLogger("ullage.engine.group")
 
 _LINGER_MS = 2_000
-"""Milliseconds for which a closed socket keeps sending its last messages."""
+"""Milliseconds for which a closed socket keeps trying to send its last messages."""
 _PROGRESS_S = 1.0
-"""Minimum seconds between progress reports within one stage of loading."""
+"""Minimum seconds between progress reports within a loading stage."""
 
 
 class Rank0Link:
@@ -90,12 +90,12 @@ class Rank0Link:
         return self._decoder.decode(self._socket.recv())
 
     def close(self) -> None:
-        """Close the socket. Pending messages are still sent."""
+        """Close the socket after sending any pending messages."""
         self._socket.close()
 
 
 class Reporter:
-    """Reports loading progress to rank 0: when a stage begins or ends, and once per second."""
+    """Reports loading progress to rank 0 at the start and end of each stage and every second."""
 
     def __init__(self, rank: int, link: Rank0Link) -> None:
         self._rank = rank
@@ -165,7 +165,7 @@ def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: i
 
 
 def with_histories(plan: StepPlan, received: ReceivedHistories) -> StepPlan:
-    """Return the plan with complete token histories for requests with penalties."""
+    """Return the plan with complete token histories, which requests with penalties need."""
     received.begin_plan()
     chunks = [received.complete(each) if reads_history(each) else each for each in plan.chunks]
     return StepPlan(chunks)

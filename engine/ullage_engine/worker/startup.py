@@ -1,4 +1,4 @@
-"""The worker's startup: turns a configuration into a serving engine, on one or more ranks.
+"""The worker's startup, from a configuration to an engine that serves on one or more ranks.
 
 Rank 0 starts the processes of the other ranks, and sends them a command for each startup phase.
 """
@@ -50,10 +50,10 @@ from ullage_engine.worker.rank_group import (
 log = logging.getLogger("ullage.engine.worker")
 
 _FAILURE_GRACE_S = 2.0
-"""Seconds to wait after an error on rank 0 for another rank to report the cause."""
+"""Seconds that other ranks have to report the cause after an error on rank 0."""
 
 RankCommand = Callable[[int, str, int | None], Sequence[str]]
-"""Function that returns a rank's command line, given its number, endpoint and CPU budget."""
+"""Function that returns a rank's command line, given its number, endpoint and CPU memory budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class Started:
     used_bytes: Callable[[], int]
     """Function that returns the number of bytes in use, measured at most a second ago.
 
-    These are the resident bytes of all ranks, or the bytes of rank 0 on its CUDA device.
+    On a CPU, these are all ranks' resident bytes. On a GPU, they are rank 0's bytes on its device.
     """
     swap_seconds: Callable[[], float]
-    """Function that returns the seconds that rank 0 has spent on copying KV to and from host
+    """Function that returns how many seconds rank 0 has spent copying KV to and from host
     memory."""
     swap_bytes_per_second: float
     """Bandwidth to host memory in bytes per second, measured at startup, or 0 without host memory
@@ -94,7 +94,7 @@ class Started:
     """Duration of the longest step in seconds, measured at startup."""
 
     def state(self) -> WorkerState:
-        """Measure memory and load, end idle sessions, and withhold KV memory taken by others."""
+        """Measure memory and load, end idle sessions, and withhold KV memory that others took."""
         engine = self.engine
         scheduler = self.engine.scheduler
         missing = self.free_memory.missing_bytes()
@@ -120,7 +120,7 @@ class Started:
         )
 
     def ready(self, state: WorkerState) -> Ready:
-        """Return the message that describes the model, the worker and the worker's first state."""
+        """Return the message that describes the model, the worker and its initial state."""
         return Ready(
             profile=self.profile,
             max_model_len=self.max_model_len,
@@ -134,7 +134,7 @@ class Started:
         )
 
     def log_start(self) -> None:
-        """Log the device map and facts about the served model."""
+        """Log which device computes which part of the model, and facts about the model."""
         for place in self.ranks:
             log.info("%s", place)
         facts = {
@@ -160,8 +160,8 @@ def start(
 
     Args:
         config: the engine's configuration.
-        report: called with the progress of the start.
-        group_path: prefix of the paths of the other ranks' sockets.
+        report: called with the progress of startup.
+        group_path: path prefix of the other ranks' sockets.
         rank_command: returns the command lines of the other ranks.
         host_tier: memory of the host tier, or None without a host tier.
 
@@ -201,9 +201,9 @@ def start(
 
 
 def _start_error(error: BaseException, processes: RankProcesses) -> Exception | None:
-    """Return the error of the rank that caused a startup failure, or None if there is none.
+    """Return another rank's error that caused a startup failure, or None if there is none.
 
-    If one rank exits, the others fail as well, in the middle of a collective computation.
+    If one rank exits in the middle of a collective computation, the others fail as well.
     """
     own = (WorkerStartError, LedgerError, WeightsError, ProofError)
     if isinstance(error, own) or not isinstance(error, Exception):
@@ -357,7 +357,7 @@ def _grammars(own: RankStartup) -> Grammars:
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
-    """Sum up all ranks' reservations by name. Each rank stays within its own budget."""
+    """Sum up all ranks' reservations by name, for reports. Each rank still has its own budget."""
     total = own.total_bytes + sum(answer.total_bytes for answer in others)
     ledger = Ledger(total, own.threshold, configurable=True)
     entries = [own.states(), *(answer.ledger for answer in others)]
@@ -376,7 +376,7 @@ def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
 
 
 def _profile(own: RankStartup, num_blocks: int) -> MemoryProfile:
-    """Return the memory costs of requests, for admission control and the router."""
+    """Return what requests cost in memory, for admission control and the router."""
     limits = own.limits
     runner = own.runner
 
