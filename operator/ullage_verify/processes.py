@@ -9,6 +9,8 @@ from pathlib import Path
 PROC = Path("/proc")
 SAMPLE_S = 0.3
 """Time over which processor use is measured, seconds."""
+MODEL_SHARE = 0.5
+"""Least memory of a process with a model, as a share of the largest process's memory."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -37,9 +39,13 @@ class ServerProcesses:
     def busiest(self, seconds: float = SAMPLE_S) -> int | None:
         """Return the process that computes most during some seconds, or None if all have exited.
 
-        A service may have several engines, and only one of them may hold the streams of a client.
+        Only processes with the memory of a model count, because a router or a server in front of
+        the engines computes, too. A service may have several engines, and only one of them may hold
+        a client's streams.
         """
-        before = {pid: _cpu_ticks(pid) for pid in self.family()}
+        sizes = {pid: _resident_bytes(pid) for pid in self.family()}
+        least = MODEL_SHARE * max(sizes.values(), default=0)
+        before = {pid: _cpu_ticks(pid) for pid, size in sizes.items() if size >= least}
         time.sleep(seconds)
         # Size decides between processes that compute nothing, for example because all are stopped.
         used = {

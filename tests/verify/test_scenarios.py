@@ -10,7 +10,7 @@ from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.run import SCENARIOS
 from ullage_verify.scenarios import inject, marathon, soak, streams
 from ullage_verify.scenarios.settings import Settings
-from ullage_verify.target import Target
+from ullage_verify.target import Target, TargetError
 
 Checked = Callable[..., list[Criterion]]
 
@@ -37,6 +37,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inject, "PATIENCE_S", 1.0)
     monkeypatch.setattr(marathon, "PATIENCE_S", 1.0)
     monkeypatch.setattr(marathon, "PAUSE_S", (0.0, 0.1))
+    monkeypatch.setattr(marathon, "RETRY_S", 0.01)
 
 
 @pytest.mark.parametrize("name", ["streams", "overload", "oom", "large", "shift", "soak"])
@@ -242,6 +243,16 @@ def test_many_faults_without_harm(checked: Checked) -> None:
 )
 def test_many_faults(checked: Checked, fault: Callable[[Any], Any], name: str) -> None:
     assert name in failed(checked(marathon_of(fault, num_faults=20)))
+
+
+def test_a_fault_that_cannot_be_made_yet_is_made_later(checked: Checked) -> None:
+    refusals = iter(range(3))
+
+    def refuse_at_first(server: Any) -> None:
+        if next(refusals, None) is not None:
+            raise TargetError("no worker is ready")
+
+    assert failed(checked(marathon_of(refuse_at_first))) == []
 
 
 def test_kinds_that_the_server_does_not_repeat_are_skipped(checked: Checked) -> None:

@@ -13,7 +13,7 @@ from ullage_verify.criteria import Checks
 from ullage_verify.faults import Fault
 from ullage_verify.kinds import KINDS, Kind
 from ullage_verify.scenarios.settings import Settings
-from ullage_verify.target import Target
+from ullage_verify.target import Target, TargetError
 
 TOKENS = 160
 MAX_GAP_S = 30.0
@@ -22,6 +22,7 @@ PAUSE_S = (0.1, 2.0)
 PATIENCE_S = 120.0
 """Time after which a server counts as dead."""
 POLL_S = 0.02
+RETRY_S = 0.5
 
 
 @dataclass
@@ -91,8 +92,8 @@ async def _stream(target: Target, marathon: Marathon, kind: Kind) -> None:
     while not marathon.is_over:
         answer = await _ask(target, kind, marathon)
         marathon.answers.append((kind, answer))
-        if answer.is_refused:
-            await asyncio.sleep(answer.retry_after_s or 1.0)
+        if not answer.is_whole:
+            await asyncio.sleep(answer.retry_after_s or RETRY_S)
 
 
 async def _ask(target: Target, kind: Kind, marathon: Marathon | None = None) -> Answer:
@@ -108,9 +109,9 @@ async def _make_faults(settings: Settings, marathon: Marathon) -> bool:
     for number in range(settings.num_faults):
         await asyncio.sleep(chooser.uniform(*PAUSE_S))
         name = chooser.choice(names)
-        fault: Fault = settings.faults[name]
         settings.progress(f"fault {number + 1} of {settings.num_faults}: {name}")
-        await fault()
+        if not await _made(settings.faults[name]):
+            return False
         happened_at = time.monotonic()
         marathon.fault_times.append(happened_at)
         while marathon.last_text_at <= happened_at:
@@ -118,6 +119,19 @@ async def _make_faults(settings: Settings, marathon: Marathon) -> bool:
                 return False
             await asyncio.sleep(POLL_S)
     return True
+
+
+async def _made(fault: Fault) -> bool:
+    """Make a fault, again and again while the server is not ready for it, and return whether."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        try:
+            await fault()
+        except TargetError:
+            await asyncio.sleep(RETRY_S)
+        else:
+            return True
+    return False
 
 
 def _check(checks: Checks, marathon: Marathon) -> None:
