@@ -244,6 +244,11 @@ class Engine:
         return self._reported_load + self._credit.uncounted
 
     @property
+    def is_on_trial(self) -> bool:
+        """Whether the engine has failed lately, and may not have many requests at once."""
+        return self.breaker.limit is not None
+
+    @property
     def is_at_limit(self) -> bool:
         """Whether the engine has failed lately, and has as many requests as it may get for now."""
         limit = self.breaker.limit

@@ -396,12 +396,26 @@ class Engines:
                     sizes[engine.key] = min(size, sizes.get(engine.key, size))
         return sizes
 
-    def views(self, model: Model, side: Side = Side.STABLE, adapter: str = "") -> list[EngineView]:
+    def views(
+        self,
+        model: Model,
+        side: Side = Side.STABLE,
+        adapter: str = "",
+        *,
+        with_trials: bool = True,
+    ) -> list[EngineView]:
         """Return views of all engines that have described their model, ordered by pool.
 
         An engine is marked as unusable if it has another model, lacks the adapter, or is held back
         by its circuit breaker. If the given side has a ready engine, all engines of the other side
         are also marked as unusable.
+
+        Args:
+            model: the model that engines must serve.
+            side: the side of the rollout.
+            adapter: the adapter that engines must have, or empty for none.
+            with_trials: whether to offer an engine that has failed lately up to its limit. The
+                router learns from such requests only if it relays their answers itself.
         """
         now = time.monotonic()
         roster = self.roster
@@ -417,8 +431,10 @@ class Engines:
             is_out = is_out or (adapter != "" and adapter not in engine.adapters)
             if is_out or (has_choice and engine.side is not side):
                 view = replace(view, standing=EngineState.UNUSABLE)
-            elif engine.is_at_limit and view.standing is EngineState.USABLE:
-                # Requests wait for its next success, rather than fail with it.
+            elif view.standing is EngineState.USABLE and (
+                engine.is_at_limit or (engine.is_on_trial and not with_trials)
+            ):
+                # Requests wait for the engine's next success, rather than fail with it.
                 view = replace(view, standing=EngineState.RECOVERING)
             views.append(view)
         return views

@@ -8,8 +8,9 @@ A breaker also opens if half of the engine's latest answers failed, because an e
 every second request rarely fails five in a row.
 
 An engine whose breaker has opened gets few requests at once, even where the pool has no other
-engine to try: one until it succeeds, then twice as many after each success. Requests beyond the
-limit wait in the queue or are refused, instead of failing.
+engine to try: one until its first token, then twice as many after each first token, and one again
+after a failure. Requests beyond the limit wait in the queue or are refused, instead of failing.
+Requests that were sent before the breaker opened prove nothing.
 
 Only engine faults count as failures (`errors.is_engine_fault`). A request that is invalid,
 cancelled, out of time or too large for the free memory does not. An answer that stalls after its
@@ -53,6 +54,8 @@ class CircuitBreaker:
         """Maximum number of concurrent requests, or None if the engine has recovered."""
         self._outcomes = deque[bool](maxlen=WINDOW)
         """Whether the latest requests failed, oldest first."""
+        self._trials: dict[object, bool] = {}
+        """Running requests that were sent under the limit, and whether they have raised it."""
 
     @property
     def failures(self) -> int:
@@ -87,21 +90,24 @@ class CircuitBreaker:
 
     def on_sent(self, request: object, now: float) -> None:
         """Record a sent request. The first request that a half-open breaker admits is the probe."""
+        if self.limit is not None:
+            self._trials[request] = False
         if self.state(now) == "half-open" and self._probe is None:
             self._probe = request
 
     def on_first_token(self, request: object) -> None:
-        """Close the breaker if the probe got its first token."""
+        """Close the breaker if the probe got its first token, and raise the limit for a trial."""
+        self._raise_limit(request)
         if request is self._probe:
             self._until = None
             # One more failure opens the breaker again, because the probe's answer has only begun.
             self._failures = self._section.failures - 1
 
     def on_success(self, request: object) -> None:
-        """Clear the failures in a row, and raise the limit, after a complete answer."""
-        self._outcomes.append(False)
-        if self.limit is not None:
-            self.limit = 2 * self.limit if 2 * self.limit <= FULL_LIMIT else None
+        """Clear the failures in a row after a complete answer."""
+        if self._counts(request):
+            self._outcomes.append(False)
+        self._raise_limit(request)
         if self._until is None or request is self._probe:
             self._failures = 0
             self._until = None
@@ -110,13 +116,16 @@ class CircuitBreaker:
     def on_failure(self, request: object, now: float) -> bool:
         """Count a failure of the engine, and return whether it opened the breaker.
 
-        While the breaker is not closed, only a failure of the probe counts, because the other
-        requests were sent before the breaker opened.
+        While the breaker is not closed, only a failure of the probe opens it again. A failure of
+        any trial lowers the limit.
         """
+        if self._counts(request):
+            self._outcomes.append(True)
+        if request in self._trials:
+            self.limit = 1
         if self._until is not None and request is not self._probe:
             return False
         self._failures = min(self._failures + 1, self._section.failures)
-        self._outcomes.append(True)
         is_spike = len(self._outcomes) == WINDOW and sum(self._outcomes) >= MAX_FAILED
         if self._until is None and self._failures < self._section.failures and not is_spike:
             return False
@@ -128,14 +137,30 @@ class CircuitBreaker:
 
         After the probe ends, another request may become the probe.
         """
+        self._trials.pop(request, None)
         if request is self._probe:
             self._probe = None
+
+    def _counts(self, request: object) -> bool:
+        """Return whether a request's outcome says anything about the engine as it is now."""
+        return self.limit is None or request in self._trials
+
+    def _raise_limit(self, request: object) -> None:
+        """Double the limit, once for each trial."""
+        if self.limit is None or self._trials.get(request, True):
+            return
+        self._trials[request] = True
+        self.limit *= 2
+        if self.limit > FULL_LIMIT:
+            self.limit = None
+            self._trials.clear()
 
     def _open(self, now: float) -> None:
         self._until = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, self._section.max_pause)
         self._probe = None
         self._outcomes.clear()
+        self._trials.clear()
         self.limit = 1
         self.openings += 1
 
@@ -147,6 +172,7 @@ class CircuitBreaker:
         assert self._probe is None or self.state(now) != "open"
         assert self.limit is None or 1 <= self.limit <= FULL_LIMIT
         assert self._until is None or self.openings
+        assert self.limit is not None or not self._trials
 
 
 def held_back(

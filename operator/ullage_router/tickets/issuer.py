@@ -300,7 +300,7 @@ class TicketIssuer:
         limits = self._config.limits
         slo = self._config.slo
         return PickBatch(
-            self._engines.views(model),
+            self._engines.views(model, with_trials=False),
             self._policy,
             self._queue.ahead(0),
             limits.max_output_tokens,

@@ -275,3 +275,26 @@ def test_a_pool_of_one_that_fails_gets_few_requests_until_it_is_well(
             assert {answer.status_code for answer in more} == {200}
 
     asyncio.run(scenario())
+
+
+def test_a_long_answer_does_not_hold_up_the_others(start_service: "StartService") -> None:
+    """The first token of an engine on trial is proof enough for the next request."""
+
+    async def scenario() -> None:
+        breaker = {"failures": 2, "pause": 0.1}
+        async with start_service(routing=placement(breaker=breaker)) as service:
+            engine = service.engine
+            engine.script.refuse = LOST
+            for _ in range(2):
+                assert (await service.complete()).status_code == 503
+
+            engine.script = Script(pause=asyncio.Event())
+            long = asyncio.ensure_future(service.complete())
+            await service.until(lambda: engine.active == 1)
+            engine.script = Script()
+            answers = await asyncio.gather(*(service.complete() for _ in range(10)))
+            assert {answer.status_code for answer in answers} == {200}
+            assert not long.done()
+            long.cancel()
+
+    asyncio.run(scenario())

@@ -151,8 +151,41 @@ def test_the_limit_grows_with_each_success_and_falls_to_one_with_a_new_opening()
     limits = []
     while breaker.limit is not None:
         limits.append(breaker.limit)
-        breaker.on_success(request)
+        breaker.on_first_token(request)
+        breaker.on_success(request)  # an answer raises the limit once
+        breaker.on_end(request)
+        request = sent(breaker)
     assert limits == [1, 2, 4, 8, 16, 32, 64]
     for _ in range(3):
         breaker.on_failure(object(), 2.0)
     assert breaker.limit == 1
+
+
+def sent(breaker: CircuitBreaker, now: float = 2.0) -> object:
+    request = object()
+    breaker.on_sent(request, now)
+    return request
+
+
+def test_requests_from_before_the_opening_do_not_raise_the_limit() -> None:
+    breaker = opened()
+    for _ in range(10):
+        old = object()
+        breaker.on_first_token(old)
+        breaker.on_success(old)
+    assert breaker.limit == 1
+
+
+def test_the_limit_stays_low_while_half_of_the_trials_fail() -> None:
+    breaker = opened()
+    limits = []
+    for _ in range(40):  # the only engine of a pool gets requests during the pause, too
+        good = sent(breaker, 0.5)
+        breaker.on_first_token(good)
+        limits.append(breaker.limit)
+        bad = sent(breaker, 0.5)
+        breaker.on_failure(bad, 0.5)
+        breaker.on_end(bad)
+        breaker.on_success(good)
+        breaker.on_end(good)
+    assert set(limits) == {2}
