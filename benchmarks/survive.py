@@ -54,7 +54,7 @@ from benchmarks.compare import servers
 from benchmarks.compare.servers import ROOT, Running, Server, running
 from benchmarks.support.load import ServerError
 from benchmarks.support.options import new_parser
-from ullage_verify.bystanders import bystanders, expected_texts
+from ullage_verify.bystanders import bystanders, undisturbed
 from ullage_verify.client import Answer, Client
 from ullage_verify.memory_limit import MemoryLimit, memory_limit
 from ullage_verify.processes import ServerProcesses
@@ -64,8 +64,6 @@ from ullage_verify.target import Target, TargetError, describe
 OURS = ("ullage", "ullage+vllm")
 LLAMA_OPTIONS = "-np 16 -c 65536"
 """Sixteen slots of 4096 tokens."""
-STREAM_TOKENS = 250
-"""Length of the bystanders' answers, tokens."""
 CROWD = 60
 CROWD_TOKENS = 600
 LEFT_BYTES = 300 << 20
@@ -197,18 +195,15 @@ async def play(server: Server, case: str, started: Running, group: MemoryLimit) 
     """Let a case happen in the middle of three answers."""
     async with Client(started.url, silence_s=PATIENCE_S) as client:
         target = await describe(client, server.model)
-        expected = await expected_texts(target, STREAM_TOKENS)
-        async with bystanders(target, expected, STREAM_TOKENS) as others:
+        reference = await undisturbed(target)
+        async with bystanders(target, reference) as others:
             causes = await CASES[case](Scene(target, started, group))
 
         back_s = await seconds_to_answer(target)
         health = "" if back_s is not None else await health_of(client)
 
-    other_words = None
-    if expected:
-        texts = zip(others.answers, expected, strict=True)
-        other_words = sum(answer.is_whole and answer.text != text for answer, text in texts)
     whole = sum(answer.is_whole for answer in others.answers)
+    other_words = whole - others.num_same() if reference.texts else None
     return Outcome(
         server=server.name,
         case=case,

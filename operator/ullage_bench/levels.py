@@ -9,6 +9,11 @@ from collections.abc import Sequence
 import msgspec
 
 from ullage_verify.client import Answer
+from ullage_verify.quantiles import quantile
+
+MIN_STEADY = 4
+"""Least number of answers under the full load from which a rate is computed."""
+MIN_S = 0.001
 
 
 class Level(msgspec.Struct, frozen=True):
@@ -61,29 +66,32 @@ class Objectives(msgspec.Struct, frozen=True):
         )
 
 
-def measure(load: float, answers: Sequence[Answer], seconds: float) -> Level:
+def measure(load: float, answers: Sequence[Answer], ends_at: float) -> Level:
     """Return the figures of a level of load.
+
+    Rates count the answers from the first one's end until no more requests were sent, because the
+    load is lower before and after that.
 
     Args:
         load: concurrent clients, or requests per second.
         answers: all answers of the level.
-        seconds: time from the first request to the last answer.
+        ends_at: moment from which no more requests were sent, on the monotonic clock.
     """
     whole = [answer for answer in answers if answer.is_whole]
     refused = sum(answer.is_refused for answer in answers)
-    tokens = sum(answer.output_tokens for answer in whole)
     token_s = [
         (answer.seconds - answer.ttft_s) / (answer.output_tokens - 1)
         for answer in whole
         if answer.output_tokens > 1
     ]
+    counted, seconds = _steady(whole, ends_at)
     return Level(
         load=load,
         requests=len(whole),
         refused=refused,
         failed=len(answers) - len(whole) - refused,
-        requests_per_s=len(whole) / seconds,
-        tokens_per_s=tokens / seconds,
+        requests_per_s=len(counted) / seconds,
+        tokens_per_s=sum(answer.output_tokens for answer in counted) / seconds,
         ttft_p50=quantile([answer.ttft_s for answer in whole], 0.5),
         ttft_p95=quantile([answer.ttft_s for answer in whole], 0.95),
         token_p50=quantile(token_s, 0.5),
@@ -92,13 +100,18 @@ def measure(load: float, answers: Sequence[Answer], seconds: float) -> Level:
     )
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least this share of the values does not exceed.
+def _steady(whole: Sequence[Answer], ends_at: float) -> tuple[Sequence[Answer], float]:
+    """Return the answers that ended under the full load, and the seconds of that time.
 
-    Without values, return 0.
+    If there are too few of them, return all answers and the time that they took together.
     """
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+    starts_at = min((answer.ended_at for answer in whole), default=0.0)
+    counted = [answer for answer in whole if starts_at < answer.ended_at <= ends_at]
+    if len(counted) >= MIN_STEADY:
+        return counted, ends_at - starts_at
+    began_at = min((answer.began_at for answer in whole), default=0.0)
+    last_at = max((answer.ended_at for answer in whole), default=1.0)
+    return whole, max(last_at - began_at, MIN_S)
 
 
 def knee(levels: Sequence[Level], objectives: Objectives) -> Level | None:

@@ -11,6 +11,8 @@ from ullage_bench.levels import Level, measure
 from ullage_verify.client import Answer
 from ullage_verify.target import Target
 
+PAUSE_S = 1.0
+"""Pause of a client after a failure, or after a refusal that names no time."""
 TURNS = 4
 """Turns of a conversation."""
 Numbers = Iterator[int]
@@ -84,12 +86,12 @@ async def closed_loop(sender: Sender, clients: float, seconds: float) -> Level:
     async def client() -> None:
         while time.monotonic() < ends_at:
             answers.append(await sender.request())
+            await _pause_after(answers[-1], ends_at)
 
     answers: list[Answer] = []
-    began = time.monotonic()
-    ends_at = began + seconds
+    ends_at = time.monotonic() + seconds
     await asyncio.gather(*(client() for _ in range(int(clients))))
-    return measure(clients, answers, time.monotonic() - began)
+    return measure(clients, answers, ends_at)
 
 
 async def open_loop(sender: Sender, rate: float, seconds: float) -> Level:
@@ -109,7 +111,7 @@ async def open_loop(sender: Sender, rate: float, seconds: float) -> Level:
             await asyncio.sleep(max(0.0, began + due - time.monotonic()))
             tasks.append(group.create_task(sender.request()))
             due += chooser.expovariate(rate)
-    return measure(rate, [task.result() for task in tasks], time.monotonic() - began)
+    return measure(rate, [task.result() for task in tasks], began + seconds)
 
 
 async def conversations(sender: Sender, clients: float, seconds: float) -> Level:
@@ -124,12 +126,19 @@ async def conversations(sender: Sender, clients: float, seconds: float) -> Level
     async def client() -> None:
         while time.monotonic() < ends_at:
             answers.extend(await sender.conversation())
+            await _pause_after(answers[-1], ends_at)
 
     answers: list[Answer] = []
-    began = time.monotonic()
-    ends_at = began + seconds
+    ends_at = time.monotonic() + seconds
     await asyncio.gather(*(client() for _ in range(int(clients))))
-    return measure(clients, answers, time.monotonic() - began)
+    return measure(clients, answers, ends_at)
+
+
+async def _pause_after(answer: Answer, ends_at: float) -> None:
+    """Wait after a refusal as the server asks, and after a failure for a moment."""
+    if not answer.is_whole:
+        wait_s = answer.retry_after_s or PAUSE_S
+        await asyncio.sleep(max(0.0, min(wait_s, ends_at - time.monotonic())))
 
 
 Loop = Callable[[Sender, float, float], Coroutine[None, None, Level]]

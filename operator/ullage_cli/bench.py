@@ -188,12 +188,28 @@ def _with_conclusions(
         return report
     worse: Sequence[str] = ()
     if baseline and baseline.knee:
+        _check_same_test(report, baseline)
         worse = regressions(best, baseline.knee, options.tolerance / PERCENT)
     cost = cost_of(best, options.price, report.num_engines) if options.price else None
     engines = engines_for(options.rate, best, report.num_engines) if options.rate else None
     return msgspec.structs.replace(
         report, cost=cost, rate=options.rate, engines=engines, regressions=worse
     )
+
+
+def _check_same_test(report: Report, baseline: Report) -> None:
+    """Check that two reports have figures of the same test.
+
+    Raises:
+        TargetError: they have not.
+    """
+    for name in ("model", "mode", "input_tokens", "output_tokens", "prefix_tokens"):
+        now = getattr(report, name)
+        before = getattr(baseline, name)
+        if now != before:
+            raise TargetError(
+                f"--baseline has {name} {before}, and this run {now}; make a new baseline"
+            )
 
 
 async def _loads(target: Target, shape: Shape, options: argparse.Namespace) -> Sequence[float]:
@@ -209,8 +225,10 @@ async def _loads(target: Target, shape: Shape, options: argparse.Namespace) -> S
 async def _num_engines(target: Target) -> int:
     """Return the number of ready engines that the server reports, or 1."""
     engines = (await target.stats()).get("engines", ())
-    ready = [engine for engine in engines if engine["state"] == "ready"]
-    return max(1, len(ready))
+    ready = [engine for engine in engines if engine.get("state") == "ready"]
+    # Ordinary requests do not reach the pool for large ones.
+    ordinary = [engine for engine in ready if engine.get("route") == "single"]
+    return max(1, len(ordinary or ready))
 
 
 def _show(level: Level) -> None:
@@ -224,8 +242,11 @@ def _read(path: Path) -> Report:
         LocalFailure: the file cannot be read, or is not a report.
     """
     try:
-        return reports.read(path.read_bytes())
+        report = reports.read(path.read_bytes())
     except OSError as error:
         raise LocalFailure(f"--baseline {path}: {error.strerror}") from None
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise LocalFailure(f"--baseline {path}: not a report of ullage bench ({error})") from None
+    if report.knee is None:
+        raise LocalFailure(f"--baseline {path}: it has no knee; make a new baseline")
+    return report

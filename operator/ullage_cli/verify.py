@@ -2,10 +2,11 @@
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ullage_cli.server_url import add_target, server_url, write_reports
@@ -143,33 +144,36 @@ async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -
         target = await describe(client, options.model, options.context)
         print(f"{client.url}: {target.model}, {target.context} tokens of context", flush=True)
 
-        settings = Settings(
-            minutes=options.minutes,
-            large_tokens=options.large_tokens,
-            num_faults=options.faults,
-            faults=_faults(options),
-            processes=ServerProcesses(options.pid) if options.pid else None,
-            progress=screen.progress,
-        )
-        return await verify(target, names, settings, screen.show)
+        with _faults(options) as faults:
+            settings = Settings(
+                minutes=options.minutes,
+                large_tokens=options.large_tokens,
+                num_faults=options.faults,
+                faults=faults,
+                processes=ServerProcesses(options.pid) if options.pid else None,
+                progress=screen.progress,
+            )
+            return await verify(target, names, settings, screen.show)
 
 
-def _faults(options: argparse.Namespace) -> dict[str, Fault]:
-    """Return the faults that the options permit.
+@contextlib.contextmanager
+def _faults(options: argparse.Namespace) -> Iterator[Mapping[str, Fault]]:
+    """Yield the faults that the options permit, and undo at the end what can be undone.
 
     Raises:
         TargetError: the options name nothing that exists.
     """
+    if options.pod and not options.namespace:
+        raise TargetError("--pod needs --namespace")
     faults: dict[str, Fault] = {}
-    if options.pid:
-        faults |= process_faults(options.pid)
-    if options.admin:
-        faults |= admin_faults(options.admin)
-    if options.pod:
-        if not options.namespace:
-            raise TargetError("--pod needs --namespace")
-        faults |= pod_faults(options.namespace, options.pod)
-    return faults
+    with contextlib.ExitStack() as stack:
+        if options.pid:
+            faults |= stack.enter_context(process_faults(options.pid))
+        if options.admin:
+            faults |= admin_faults(options.admin)
+        if options.pod:
+            faults |= pod_faults(options.namespace, options.pod)
+        yield faults
 
 
 class Screen:

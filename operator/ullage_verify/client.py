@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,8 +16,13 @@ SILENCE_S = 60.0
 """Longest wait for the next byte of an answer, seconds."""
 MAX_ERROR_CHARS = 300
 CONNECT_S = 10.0
+DEFAULT_BUFFER_BYTES = 1 << 16
 MAX_TRIES = 10
 """Maximum number of requests of a client that obeys Retry-After."""
+
+MAX_RETRY_AFTER_S = 120.0
+"""Longest Retry-After that a client obeys, seconds."""
+_TEXT_FIELDS = ("reasoning_content", "reasoning", "content", "text")
 
 Document = Mapping[str, Any]
 """A parsed JSON object."""
@@ -92,6 +99,16 @@ class Answer:
         self.num_pieces += 1
 
 
+@dataclass(frozen=True)
+class Page:
+    """The outcome of a GET request."""
+
+    status: int
+    """HTTP status, or 0 if the server sent none."""
+    text: str
+    """The body, or without a status the failure."""
+
+
 class Client:
     """An HTTP client of one server.
 
@@ -99,19 +116,33 @@ class Client:
         url: base URL, with or without /v1.
         key: API key, empty if the server needs none.
         silence_s: longest wait for the next byte of an answer, seconds.
+        buffer_bytes: size of the buffers that receive answers. With small ones the server notices a
+            slow reader early. 0 keeps the system's sizes.
     """
 
-    def __init__(self, url: str, key: str = "", silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, url: str, key: str = "", silence_s: float = SILENCE_S, buffer_bytes: int = 0
+    ) -> None:
+        self._key = key
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=silence_s)
         self._http = aiohttp.ClientSession(
             # Some servers close a connection after a stream, while the next request is in flight.
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                force_close=True,
+                socket_factory=partial(_socket, buffer_bytes) if buffer_bytes else None,
+            ),
+            read_bufsize=buffer_bytes or DEFAULT_BUFFER_BYTES,
             timeout=timeout,
             headers=headers,
             trust_env=False,
         )
+
+    def with_buffers(self, num_bytes: int) -> "Client":
+        """Return another client of the same server, with receive buffers of this size."""
+        return Client(self.url, self._key, buffer_bytes=num_bytes)
 
     async def __aenter__(self) -> Self:
         return self
@@ -176,6 +207,8 @@ class Client:
             answer.error = f"silent for {time.monotonic() - since:.0f} s"
         except (aiohttp.ClientError, ConnectionError, ValueError) as error:
             answer.error = f"broken off: {error or type(error).__name__}"[:MAX_ERROR_CHARS]
+        except (TypeError, AttributeError) as error:
+            answer.error = f"broken off: a field has another type than in OpenAI's API ({error})"
         answer.ended_at = time.monotonic()
         return answer
 
@@ -186,32 +219,38 @@ class Client:
 
         Returns:
             The answers to all tries. The last one is a refusal only if the server never accepted
-            the request, or named no time.
+            the request, or named no time that a client would wait.
         """
         answers: list[Answer] = []
         for _ in range(MAX_TRIES):
             answers.append(await self.chat(model, messages, max_tokens, **fields))
-            if not answers[-1].is_refused or not answers[-1].retry_after_s:
+            wait_s = answers[-1].retry_after_s or 0.0
+            if not answers[-1].is_refused or not 0 < wait_s <= MAX_RETRY_AFTER_S:
                 break
-            await asyncio.sleep(answers[-1].retry_after_s)
+            await asyncio.sleep(wait_s)
         return answers
+
+    async def get(self, path: str) -> Page:
+        """Return a page of the server. A failure of the server is part of the page."""
+        try:
+            async with self._http.get(f"{self.url}{path}") as response:
+                return Page(response.status, await response.text(errors="replace"))
+        except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
+            return Page(0, str(error) or type(error).__name__)
 
     async def page(self, path: str) -> str | None:
         """Return the text of a page, or None if the server does not serve the page."""
-        try:
-            async with self._http.get(f"{self.url}{path}") as response:
-                return await response.text() if response.status == 200 else None
-        except (TimeoutError, aiohttp.ClientError, ConnectionError):
-            return None
+        page = await self.get(path)
+        return page.text if page.status == 200 else None
 
-    async def document(self, path: str) -> Document | None:
-        """Return a JSON object, or None if the server does not serve it."""
+    async def document(self, path: str) -> Document:
+        """Return a JSON object, empty if the server does not serve one."""
         text = await self.page(path)
         try:
             document = json.loads(text) if text else None
         except ValueError:
-            return None
-        return document if isinstance(document, dict) else None
+            return {}
+        return document if isinstance(document, dict) else {}
 
 
 async def _read_stream(
@@ -219,21 +258,23 @@ async def _read_stream(
 ) -> None:
     is_done = False
     async for line in response.content:
-        if line.startswith(b"data: [DONE]"):
-            is_done = True
-        if not line.startswith(b"data: {"):
+        if not line.startswith(b"data:"):
             continue  # a comment that keeps the connection alive, or an empty line
+        data = line.removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            is_done = True
+            continue
 
-        event = json.loads(line.removeprefix(b"data: "))
-        if "error" in event:
+        event = _object(json.loads(data))
+        if event.get("error"):
             answer.error = f"broken off: {json.dumps(event['error'])}"[:MAX_ERROR_CHARS]
         _add_usage(event, answer)
-        for choice in event.get("choices", ()):
+        for choice in event.get("choices") or ():
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
             text = _text_of(choice.get("delta") or choice)
             if not text:
                 continue
-            answer.add_text(text, choice.get("index", 0))
+            answer.add_text(text, choice.get("index") or 0)
             if on_text and (waiting := on_text(answer)) is not None:
                 await waiting
 
@@ -241,26 +282,45 @@ async def _read_stream(
         answer.error = "broken off: the stream ended without a finish reason"
 
 
-def _read_body(body: Document, answer: Answer) -> None:
-    answer.body = body
-    _add_usage(body, answer)
-    for choice in body.get("choices", ()):
+def _read_body(body: object, answer: Answer) -> None:
+    answer.body = _object(body)
+    _add_usage(answer.body, answer)
+    for choice in answer.body.get("choices") or ():
         answer.finish_reason = choice.get("finish_reason") or ""
-        answer.texts[choice.get("index", 0)] = _text_of(choice.get("message") or choice)
+        answer.texts[choice.get("index") or 0] = _text_of(choice.get("message") or choice)
+
+
+def _object(value: object) -> Document:
+    """Return a JSON object.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"the server sent {str(value)[:40]!r} in place of an object")
+    return value
 
 
 def _text_of(part: Document) -> str:
-    """Return the text of a message, a delta or a choice, with its tool calls."""
+    """Return the text of a message, a delta or a choice, with its thoughts and tool calls."""
     calls = [call.get("function") or {} for call in part.get("tool_calls") or ()]
-    words = [part.get("content") or part.get("text") or ""]
+    words = [part.get(name) or "" for name in _TEXT_FIELDS]
     words += [f"{call.get('name') or ''}{call.get('arguments') or ''}" for call in calls]
-    return "".join(words)
+    return "".join(word for word in words if isinstance(word, str))
 
 
 def _add_usage(document: Document, answer: Answer) -> None:
     usage = document.get("usage") or {}
-    answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
-    answer.output_tokens = usage.get("completion_tokens", answer.output_tokens)
+    answer.prompt_tokens = usage.get("prompt_tokens") or answer.prompt_tokens
+    answer.output_tokens = usage.get("completion_tokens") or answer.output_tokens
+
+
+def _socket(num_bytes: int, address: Any) -> socket.socket:
+    """Return a socket with a receive buffer of this size."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_bytes)
+    return made
 
 
 def _seconds(header: str | None) -> float | None:

@@ -1,9 +1,10 @@
 """Faults for a server: signals, memory that is really exhausted, and a pod that is deleted."""
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 
 import grpc
@@ -19,7 +20,8 @@ FREE_BYTES = 128 << 20
 """Memory that the control group leaves free before it is filled."""
 DELETE_TIMEOUT_S = 60.0
 ADMIN_TIMEOUT_S = 10.0
-OOM_AFTER_STEPS = 5
+OOM_AFTER_STEPS = 0
+"""The next step runs out of memory, so that no fault is left for later requests."""
 
 Fault = Callable[[], Awaitable[None]]
 """Does the harm. It returns as soon as the fault has happened.
@@ -29,8 +31,11 @@ Raises:
 """
 
 
-def process_faults(pid: int) -> Mapping[str, Fault]:
-    """Return the faults for a server on this machine, by name.
+@contextlib.contextmanager
+def process_faults(pid: int) -> Iterator[Mapping[str, Fault]]:
+    """Yield the faults for a server on this machine, by name.
+
+    Processes that were stopped and not replaced continue at the end.
 
     Args:
         pid: the server's first process.
@@ -41,11 +46,14 @@ def process_faults(pid: int) -> Mapping[str, Fault]:
     processes = ServerProcesses(pid)
     if not processes.family():
         raise TargetError(f"--pid {pid}: no such process; give the server's first process")
-    return {
-        "SIGKILL of the busiest process": partial(_signal, processes, signal.SIGKILL),
-        "SIGSTOP of the busiest process": partial(_signal, processes, signal.SIGSTOP),
-        "full memory, and the kernel kills": partial(_exhaust_memory, processes),
-    }
+    try:
+        yield {
+            "SIGKILL of the busiest process": partial(_signal, processes, signal.SIGKILL),
+            "SIGSTOP of the busiest process": partial(_signal, processes, signal.SIGSTOP),
+            "full memory, and the kernel kills": partial(_exhaust_memory, processes),
+        }
+    finally:
+        processes.resume()
 
 
 async def _signal(processes: ServerProcesses, number: signal.Signals) -> None:
@@ -53,9 +61,9 @@ async def _signal(processes: ServerProcesses, number: signal.Signals) -> None:
 
 
 async def _exhaust_memory(processes: ServerProcesses) -> None:
-    """Limit the memory of the engine that computes, and fill it until the kernel kills in it.
+    """Cap the memory of the process that computes, and fill it until the kernel kills the process.
 
-    The limit holds for the busiest process alone, so the kernel has only this process to kill.
+    The cap applies to the busiest process alone, so the kernel can kill no other one.
 
     Raises:
         TargetError: this user may not limit memory.
@@ -69,6 +77,8 @@ async def _exhaust_memory(processes: ServerProcesses) -> None:
                 await asyncio.to_thread(group.kill_largest)
             finally:
                 group.release()
+    except TimeoutError as error:
+        raise TargetError(str(error)) from None
     except OSError as error:
         raise TargetError(f"no control group for the server ({error}); run as root") from None
 

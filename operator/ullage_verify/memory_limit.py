@@ -48,6 +48,8 @@ class MemoryLimit:
             with contextlib.suppress(OSError):  # the controller may be on already
                 (root / "cgroup.subtree_control").write_text("+memory")
 
+        self._hog: subprocess.Popen[bytes] | None = None
+        """Process that fills the group."""
         self._origin: Path | None = None
         """Group from which running processes were taken."""
         self._folder.mkdir()
@@ -76,7 +78,8 @@ class MemoryLimit:
         self._limit.write_text("-1" if self._is_v1 else "max")
 
     def release(self) -> None:
-        """Remove the limit, and move the taken processes and their children back."""
+        """Stop filling, remove the limit, and move the taken processes and their children back."""
+        self._end_hog()
         self.lift()
         if self._origin is None:
             return
@@ -108,18 +111,23 @@ class MemoryLimit:
         """
         before = self.num_kills()
         until = time.monotonic() + PATIENCE_S
-        hog = subprocess.Popen(
-            self.inside([sys.executable, "-c", _HOG, str(HOG_BYTES)]), start_new_session=True
-        )
+        command = self.inside([sys.executable, "-c", _HOG, str(HOG_BYTES)])
+        self._hog = hog = subprocess.Popen(command, start_new_session=True)
         try:
-            while self.num_kills() == before:
+            while self.num_kills() == before and hog.poll() is None:
                 if time.monotonic() > until:
                     raise TimeoutError("the kernel killed nothing")
                 time.sleep(0.02)
         finally:
+            self._end_hog()
+
+    def _end_hog(self) -> None:
+        """End the process that fills the group, also while another thread waits for its effect."""
+        if hog := self._hog:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(hog.pid, 9)
             hog.wait()
+            self._hog = None
 
     def num_kills(self) -> int:
         """Return the number of processes in the group that the kernel has killed."""

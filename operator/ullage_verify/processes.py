@@ -23,6 +23,8 @@ class ServerProcesses:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self._stopped: list[tuple[int, str]] = []
+        """Ids and start times of the processes that got SIGSTOP."""
 
     def family(self) -> list[int]:
         """Return the ids of all living processes of the server."""
@@ -60,10 +62,22 @@ class ServerProcesses:
     def send(self, number: signal.Signals) -> int | None:
         """Send a signal to the busiest process, and return its id, or None if all have exited."""
         worker = self.busiest()
-        if worker is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, number)
+        if worker is None:
+            return None
+        if number == signal.SIGSTOP:
+            self._stopped.append((worker, _started(worker)))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, number)
         return worker
+
+    def resume(self) -> None:
+        """Continue the processes that were stopped and that nobody has replaced."""
+        for pid, started in self._stopped:
+            # Another process may have got the id in the meantime.
+            if started and _started(pid) == started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
 
 
 def _parent(folder: Path) -> int | None:
@@ -72,6 +86,14 @@ def _parent(folder: Path) -> int | None:
         return int((folder / "stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError, ValueError):
         return None  # the process has just ended
+
+
+def _started(pid: int) -> str:
+    """Return the start time of a process in the kernel's form, or empty if it has exited."""
+    try:
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def _cpu_ticks(pid: int) -> int:

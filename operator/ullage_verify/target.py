@@ -1,8 +1,11 @@
 """The server under test: its model, its context, and how many tokens a word has."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from ullage_verify.client import Client, Document, Messages
 
@@ -51,20 +54,19 @@ class Target:
 
     async def stats(self) -> Document:
         """Return the page /stats, empty if the server is not Ullage or does not answer."""
-        return await self.client.document("/stats") or {} if self.is_ullage else {}
+        return await self.client.document("/stats") if self.is_ullage else {}
 
     async def metric(self, *names: str) -> float | None:
         """Return the sum of the first of these Prometheus metrics that the server has."""
         page = await self.client.page("/metrics") or ""
-        for name in names:
-            values = [
-                float(line.rpartition(" ")[2])
-                for line in page.splitlines()
-                if line.partition("{")[0].partition(" ")[0] == name
-            ]
-            if values:
-                return sum(values)
-        return None
+        totals: dict[str, float] = {}
+        try:
+            for family in text_string_to_metric_families(page):
+                for sample in family.samples:
+                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        except ValueError:
+            return None  # not Prometheus' text format
+        return next((totals[name] for name in names if name in totals), None)
 
 
 async def describe(client: Client, model: str = "", context: int = 0) -> Target:
@@ -78,13 +80,7 @@ async def describe(client: Client, model: str = "", context: int = 0) -> Target:
     Raises:
         TargetError: the server does not answer, or does not state its context.
     """
-    models = await client.document("/v1/models")
-    if models is None or not models.get("data"):
-        raise TargetError(
-            f"{client.url}/v1/models: no list of models; check the URL, and start a server "
-            "(ullage up -f examples/smollm2.yaml)"
-        )
-    cards = {card["id"]: card for card in models["data"]}
+    cards = await _models(client)
     if model and model not in cards:
         raise TargetError(f"--model {model!r}: the server has {', '.join(cards)}")
     name = model or next(iter(cards))
@@ -106,7 +102,7 @@ async def describe(client: Client, model: str = "", context: int = 0) -> Target:
         context=size,
         tokens_per_word=per_word,
         template_tokens=few - per_word,
-        is_ullage="engines" in (await client.document("/stats") or {}),
+        is_ullage="engines" in await client.document("/stats"),
     )
 
 
@@ -125,11 +121,38 @@ async def _probe(client: Client, model: str, words: int) -> int:
     return answer.prompt_tokens
 
 
+async def _models(client: Client) -> Mapping[str, Document]:
+    """Return the server's model cards by name.
+
+    Raises:
+        TargetError: the server does not list its models.
+    """
+    page = await client.get("/v1/models")
+    place = f"{client.url}/v1/models"
+    if page.status in (401, 403):
+        raise TargetError(
+            f"{place}: status {page.status}; give an API key with --api-key or ULLAGE_API_KEY"
+        )
+    if page.status != 200:
+        reason = f"status {page.status}" if page.status else page.text
+        raise TargetError(
+            f"{place}: {reason}; check the URL, or start a server (ullage up -f "
+            "examples/smollm2.yaml)"
+        )
+
+    document = await client.document("/v1/models")
+    listed = document.get("data")
+    cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+    named: Mapping[str, Document] = {str(card["id"]): card for card in cards if card.get("id")}
+    if not named:
+        raise TargetError(f"{place}: the answer lists no model; check the URL")
+    return named
+
+
 async def _context(client: Client, card: Document) -> int:
     """Return the context that the server states, or 0."""
-    if size := card.get("max_model_len"):  # vLLM, SGLang and Ullage
-        return int(size)
-    props: Any = await client.document("/props") or {}  # llama.cpp
+    props: Any = await client.document("/props")  # llama.cpp
     settings = props.get("default_generation_settings") or {}
     meta = card.get("meta") or {}
-    return int(settings.get("n_ctx") or meta.get("n_ctx_train") or 0)
+    stated = (card.get("max_model_len"), settings.get("n_ctx"), meta.get("n_ctx_train"))
+    return next((size for size in stated if isinstance(size, int) and size > 0), 0)

@@ -73,6 +73,30 @@ def test_a_worse_run_than_the_baseline_is_status_1(
     assert "worse than the baseline: requests_per_s fell from " in capsys.readouterr().out
 
 
+def test_a_baseline_of_another_test_is_refused(
+    fake_server: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "before.json"
+    assert bench(fake_server, "URL", *BRIEF, "--loads", "2", "--json", str(path)) == 0
+    more = ["--loads", "2", "--mode", "conversations", "--baseline", str(path)]
+    assert bench(fake_server, "URL", *BRIEF, *more) == 2
+    assert "--baseline has mode closed, and this run conversations" in capsys.readouterr().err
+
+    document = json.loads(path.read_text()) | {"knee": None}
+    path.write_text(json.dumps(document))
+    assert bench(fake_server, "URL", *BRIEF, "--baseline", str(path)) == 2
+    assert "it has no knee" in capsys.readouterr().err
+
+
+def test_a_refused_client_does_not_flood_the_server(fake_server: Fake, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert (
+        bench(fake_server, "URL", *BRIEF, "--loads", "8", "--json", str(path), max_running=2) == 1
+    )
+    [level] = json.loads(path.read_text())["levels"]
+    assert level["refused"] < 20
+
+
 @pytest.mark.parametrize("mode", ["open", "conversations"])
 def test_other_modes(fake_server: Fake, tmp_path: Path, mode: str) -> None:
     path = tmp_path / "report.json"
@@ -92,7 +116,7 @@ def test_refusals_have_no_knee(fake_server: Fake, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["http://127.0.0.1:9"], "no list of models"),
+        (["http://127.0.0.1:9"], "Cannot connect to host"),
         (["chat"], "'chat' is not a URL"),
         (["URL", "--input-tokens", "590"], "do not fit the context of 600; lower"),
         (["URL", "--baseline", "/nonexistent"], "--baseline /nonexistent: No such file"),

@@ -15,10 +15,10 @@ from ullage_bench.levels import (
     engines_for,
     knee,
     measure,
-    quantile,
     regressions,
 )
 from ullage_verify.client import Answer
+from ullage_verify.quantiles import quantile
 
 
 def level(load: float = 1, **fields: Any) -> Level:
@@ -37,15 +37,35 @@ def answer(seconds: float = 2.0, tokens: int = 5, **fields: Any) -> Answer:
 def test_figures_of_a_level() -> None:
     refused = answer(status=429)
     broken = answer(error="broken off: x")
-    found = measure(4, [answer(2.0), answer(4.5, tokens=1), refused, broken], 10.0)
+    found = measure(4, [answer(2.0), answer(4.5, tokens=1), refused, broken], 110.0)
     assert (found.requests, found.refused, found.failed) == (2, 1, 1)
-    assert (found.requests_per_s, found.tokens_per_s) == (0.2, 0.6)
+    assert found.requests_per_s == pytest.approx(2 / 4.5)
+    assert found.tokens_per_s == pytest.approx(6 / 4.5)
     assert found.token_p50 == pytest.approx((2.0 - 0.5) / 4)
     assert (found.e2e_p50, found.e2e_p95, found.ttft_p95) == (2.0, 4.5, 0.5)
 
 
+@given(st.floats(0.5, 20.0), st.integers(10, 200))
+def test_a_rate_does_not_depend_on_the_latency(latency: float, rate: int) -> None:
+    """A server that answers everything after a fixed time keeps up with the load."""
+    seconds = 60
+    answers = [
+        Answer(
+            100.0 + number / rate,
+            status=200,
+            output_tokens=10,
+            first_at=100.0 + number / rate + latency,
+            ended_at=100.0 + number / rate + latency,
+        )
+        for number in range(seconds * rate)
+    ]
+    found = measure(rate, answers, 100.0 + seconds)
+    assert found.requests_per_s == pytest.approx(rate, rel=0.01)
+    assert found.tokens_per_s == pytest.approx(10 * rate, rel=0.01)
+
+
 def test_a_level_without_answers_has_no_figures() -> None:
-    found = measure(1, [answer(status=503)], 5.0)
+    found = measure(1, [answer(status=503)], 105.0)
     assert (found.requests, found.e2e_p95, found.power) == (0, 0.0, 0.0)
     assert knee([found], Objectives(max_refused_share=1.0)) is None
 

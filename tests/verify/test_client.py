@@ -1,8 +1,10 @@
 """The client records status, text, gaps and failures as they come over a real socket."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,21 +27,29 @@ def answer_to(send: Send, silence_s: float = 5.0) -> Answer:
     """Return what the client records of a server that sends these bytes."""
 
     async def scenario() -> Answer:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            try:
-                await send(writer)
-            except ConnectionError:
-                pass
-            finally:
-                writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        host, port = server.sockets[0].getsockname()
-        async with server, Client(f"http://{host}:{port}/v1/", silence_s=silence_s) as client:
+        async with served(send, silence_s) as client:
             return await client.chat("m", [{"role": "user", "content": "Hi"}], 8)
 
     return asyncio.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def served(send: Send, silence_s: float = 5.0) -> AsyncIterator[Client]:
+    """Yield a client of a server that sends these bytes to each request."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            await send(writer)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with server, Client(f"http://{host}:{port}/v1/", silence_s=silence_s) as client:
+        yield client
 
 
 def sending(*parts: bytes, pause_s: float = 0.0) -> Send:
@@ -75,6 +85,48 @@ def test_choices_and_tool_calls_are_texts_of_their_own() -> None:
     answer = answer_to(sending(HEAD, *parts, END))
     assert answer.texts == {0: "a", 1: "bB", 2: 'get_{"a":1}'}
     assert answer.text == 'abBget_{"a":1}'
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": None, "usage": None, "error": None},
+        {"choices": [], "usage": {"prompt_tokens": None}},
+        {"choices": [{"index": None, "delta": None, "finish_reason": None}]},
+    ],
+)
+def test_null_fields_are_as_good_as_none(event: dict[str, Any]) -> None:
+    part = b"data:" + json.dumps(event).encode() + b"\n\n"  # a space after the colon is optional
+    answer = answer_to(sending(HEAD, FIRST, part, SECOND, END))
+    assert (answer.outcome, answer.text) == ("200", "schön day")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_are_text(name: str) -> None:
+    event = {"choices": [{"delta": {name: "Hmm.", "content": None}}]}
+    answer = answer_to(sending(HEAD, f"data: {json.dumps(event)}\n\n".encode(), END))
+    assert (answer.text, answer.num_pieces) == ("Hmm.", 1)
+    assert answer.first_at is not None
+
+
+@pytest.mark.parametrize("body", ["[1]", '"x"', '{"choices": [3]}', '{"choices": 7}', "{"])
+def test_a_body_of_another_form_is_broken(body: str) -> None:
+    async def scenario() -> Answer:
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        async with served(sending(f"{head}\r\n\r\n{body}".encode())) as client:
+            return await client.post("chat/completions", {})
+
+    assert asyncio.run(scenario()).outcome == "broken"
+
+
+def test_a_client_that_obeys_does_not_wait_for_a_day() -> None:
+    head = b"HTTP/1.1 429 Later\r\nretry-after: 86400\r\ncontent-length: 0\r\n\r\n"
+
+    async def scenario() -> int:
+        async with asyncio.timeout(5), served(sending(head)) as client:
+            return len(await client.obey("m", [], 1))
+
+    assert asyncio.run(scenario()) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ Fake = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "SLOW_READ_S", 0.01)
+    monkeypatch.setattr(streams, "FREE_WITHIN_S", 0.15)
 
 
 def verify(fake_server: Fake, *arguments: str, **behaviour: Any) -> int:
@@ -28,7 +29,7 @@ def verify(fake_server: Fake, *arguments: str, **behaviour: Any) -> int:
 
     async def scenario() -> int:
         async with fake_server(**behaviour) as server:
-            words = [server.url if word == "URL" else word for word in arguments]
+            words = [word.replace("URL", server.url) for word in arguments]
             return await asyncio.to_thread(main, ["verify", *words])
 
     return asyncio.run(scenario())
@@ -63,7 +64,10 @@ def test_a_failure_is_status_1(fake_server: Fake, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "behaviour", "error"),
     [
-        (["http://127.0.0.1:9"], {}, "http://127.0.0.1:9/v1/models: no list of models; check"),
+        (["http://127.0.0.1:9"], {}, "http://127.0.0.1:9/v1/models: Cannot connect to host"),
+        (["https://127.0.0.1:9"], {}, "https://127.0.0.1:9/v1/models: Cannot connect to host"),
+        (["URL"], {"key": "secret"}, "status 401; give an API key with --api-key"),
+        (["URL/nowhere"], {}, "/nowhere/v1/models: status 404; check the URL"),
         (["chat"], {}, "'chat' is not a URL; give http://HOST:PORT, or an LLMService with"),
         (["URL", "--model", "gpt"], {}, "--model 'gpt': the server has fake"),
         (["URL"], {"states_context": False}, "does not state its context; give it with --context"),

@@ -71,12 +71,21 @@ def test_the_worker_is_the_busiest_process(server: tuple[int, int]) -> None:
 
 def test_signals(server: tuple[int, int]) -> None:
     first, worker = server
-    faults = process_faults(first)
-    asyncio.run(_happen(faults["SIGSTOP of the busiest process"]))
-    wait_for(worker, "T")
-    asyncio.run(_happen(faults["SIGKILL of the busiest process"]))
-    wait_for(worker, "Z")
+    with process_faults(first) as faults:
+        asyncio.run(_happen(faults["SIGSTOP of the busiest process"]))
+        wait_for(worker, "T")
+        asyncio.run(_happen(faults["SIGKILL of the busiest process"]))
+        wait_for(worker, "Z")
     assert state(first) in "SR"
+
+
+def test_a_stopped_process_continues_at_the_end(server: tuple[int, int]) -> None:
+    first, worker = server
+    with pytest.raises(KeyboardInterrupt), process_faults(first) as faults:
+        asyncio.run(_happen(faults["SIGSTOP of the busiest process"]))
+        wait_for(worker, "T")
+        raise KeyboardInterrupt
+    assert state(worker) in "SR"
 
 
 async def _happen(fault: object) -> None:
@@ -88,16 +97,48 @@ async def _happen(fault: object) -> None:
 def test_memory_is_really_exhausted_and_the_group_removed(server: tuple[int, int]) -> None:
     first, worker = server
     group = Path(f"/proc/{first}/cgroup").read_text()
-    asyncio.run(_happen(process_faults(first)["full memory, and the kernel kills"]))
+    with process_faults(first) as faults:
+        asyncio.run(_happen(faults["full memory, and the kernel kills"]))
     wait_for(worker, "Z")
     assert Path(f"/proc/{first}/cgroup").read_text() == group
     left = [root.glob("ullage-verify-*") for root in memory_limit.ROOTS if root.is_dir()]
     assert not [folder for folders in left for folder in folders]
 
 
+@pytest.mark.skipif(not HAS_GROUPS, reason="making control groups needs root and their files")
+def test_an_interrupted_fault_leaves_no_process_and_no_limit(server: tuple[int, int]) -> None:
+    """Nothing more fills the memory when the limit is gone."""
+    first, worker = server
+    group = Path(f"/proc/{worker}/cgroup").read_text()
+
+    async def interrupted(fault: object) -> None:
+        task = asyncio.create_task(_happen(fault))
+        await asyncio.sleep(0.6)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    with process_faults(first) as faults:
+        asyncio.run(interrupted(faults["full memory, and the kernel kills"]))
+    assert state(worker) == "Z" or Path(f"/proc/{worker}/cgroup").read_text() == group
+    left = [root.glob("ullage-verify-*") for root in memory_limit.ROOTS if root.is_dir()]
+    assert not [folder for folders in left for folder in folders]
+    hogs = [path for path in Path("/proc").glob("[0-9]*/cmdline") if is_hog(path)]
+    assert not hogs
+
+
+def is_hog(path: Path) -> bool:
+    try:
+        return b"os.fork() == 0" in path.read_bytes()
+    except OSError:
+        return False
+
+
 def test_errors_name_the_option() -> None:
-    with pytest.raises(TargetError, match="--pid 4194304: no such process"):
-        process_faults(4194304)
+    with (
+        pytest.raises(TargetError, match="--pid 4194304: no such process"),
+        process_faults(4194304),
+    ):
+        pass
     with pytest.raises(TargetError, match=r"--admin 127\.0\.0\.1:9: "):
         asyncio.run(_happen(admin_faults("127.0.0.1:9")["death of the worker"]))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ullage_verify import bystanders
 from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.run import SCENARIOS
 from ullage_verify.scenarios import inject, marathon, soak, streams
@@ -32,7 +33,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the pauses that only a real server needs."""
     monkeypatch.setattr(soak, "SAMPLE_S", 0.1)
     monkeypatch.setattr(streams, "SLOW_READ_S", 0.01)
-    monkeypatch.setattr(streams, "FREE_WITHIN_S", 1.0)
+    monkeypatch.setattr(streams, "FREE_WITHIN_S", 0.15)
     monkeypatch.setattr(inject, "SETTLE_S", 0.0)
     monkeypatch.setattr(inject, "PATIENCE_S", 1.0)
     monkeypatch.setattr(marathon, "PATIENCE_S", 1.0)
@@ -52,8 +53,9 @@ def test_a_good_server_passes(checked: Checked, name: str) -> None:
     [
         ({"drops_streams": True, "max_running": 99}, "every stream ends with a finish reason"),
         ({"lies_about_usage": True}, "every stream's usage has its tokens"),
-        ({"is_forgetful": True}, "a stream has the text of the plain answer"),
+        ({"has_other_plain_text": True}, "a stream has the text of the plain answer"),
         ({"keeps_vanished": True}, "requests of vanished clients end"),
+        ({"ignores_departures": True}, "requests of vanished clients end"),
     ],
 )
 def test_streams(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
@@ -186,6 +188,45 @@ def faulty(fault: Callable[[Any], Any]) -> Callable[..., Any]:
         await inject.run(target, Settings(faults={"fault": happen}), checks)
 
     return check
+
+
+def test_a_fault_after_the_streams_proves_nothing(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        async def late() -> None:
+            await asyncio.sleep(2.0)
+
+        await inject.run(target, Settings(faults={"late": late}), checks)
+
+    monkeypatch.setattr(bystanders, "MIN_STREAM_S", 0.3)
+    criteria = checked(check)
+    (about,) = [each for each in criteria if each.name == "late"]
+    assert (about.verdict, about.seen) == (
+        "skipped",
+        "the streams of others had ended before it happened",
+    )
+
+
+def test_a_fault_that_cannot_be_made_here_is_skipped(checked: Checked) -> None:
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        async def impossible() -> None:
+            raise TargetError("run as root")
+
+        async def harmless() -> None:
+            pass
+
+        faults = {"impossible": impossible, "harmless": harmless}
+        await inject.run(target, Settings(faults=faults, num_faults=5), checks)
+
+    criteria = checked(check)
+    assert failed(criteria) == []
+    assert [each.seen for each in criteria if each.name == "impossible"] == ["run as root"]
+
+
+def test_an_empty_text_is_no_equal_text(checked: Checked) -> None:
+    criteria = checked(probed(scenario("streams"), is_mute=True))
+    assert "a stream has the text of the plain answer" in failed(criteria)
 
 
 def test_inject_without_harm_passes(checked: Checked) -> None:

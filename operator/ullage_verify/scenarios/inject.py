@@ -2,8 +2,9 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
-from ullage_verify.bystanders import bystanders, expected_texts
+from ullage_verify.bystanders import bystanders, undisturbed
 from ullage_verify.criteria import Checks
 from ullage_verify.faults import Fault
 from ullage_verify.scenarios import marathon
@@ -27,26 +28,30 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
         checks.skip("faults", "none may be made; give --pid, --pod or --admin")
         return
 
-    expected = await expected_texts(target)
+    reference = await undisturbed(target)
+    possible: dict[str, Fault] = {}
     for name, fault in settings.faults.items():
         settings.progress(name)
         try:
-            async with bystanders(target, expected) as crowd:
+            async with bystanders(target, reference) as crowd:
                 await fault()
-                happened_at = time.monotonic()
+                crowd.disturbed_at = happened_at = time.monotonic()
         except TargetError as error:
             checks.skip(name, str(error))
             continue
+        possible[name] = fault
         crowd.check(checks, name, MAX_GAP_S)
         if not await _check_back(target, checks, name, happened_at):
             checks.skip("all later faults", "the server did not come back")
             return
         await asyncio.sleep(SETTLE_S)
 
-    name, fault = next(iter(settings.faults.items()))
+    if not possible:
+        return
+    name, fault = next(iter(possible.items()))
     await _in_a_row(target, settings, checks, name, fault)
     if settings.num_faults:
-        await marathon.run(target, settings, checks)
+        await marathon.run(target, replace(settings, faults=possible), checks)
 
 
 async def _in_a_row(

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ullage_verify.bystanders import bystanders, expected_texts
+from ullage_verify.bystanders import bystanders, undisturbed
 from ullage_verify.client import Answer
 from ullage_verify.criteria import Checks
 from ullage_verify.scenarios.settings import Settings
@@ -133,13 +133,13 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
     before = await _headroom(target)
     await _large_prompts(target, checks)
 
-    expected = await expected_texts(target)
+    reference = await undisturbed(target)
     for case in CASES:
         if case.provoke is adapters and not target.adapters:
             checks.skip(case.name, "the server lists no adapters")
             continue
         settings.progress(case.name)
-        async with bystanders(target, expected) as crowd:
+        async with bystanders(target, reference) as crowd:
             answers = await case.provoke(target)
         _check_statuses(checks, case, answers)
         crowd.check(checks, case.name, MAX_GAP_S)

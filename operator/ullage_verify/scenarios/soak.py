@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ullage_verify.client import Answer
+from ullage_verify.client import MAX_RETRY_AFTER_S, Answer
 from ullage_verify.criteria import Checks
+from ullage_verify.quantiles import quantile
 from ullage_verify.scenarios.settings import Settings
 from ullage_verify.target import Target
 
@@ -22,6 +23,7 @@ MAX_MEMORY_SHARE = 0.85
 P95_S = 20.0
 MAX_GROWTH_SHARE = 0.05
 SAMPLE_S = 2.0
+RETRY_S = 1.0
 WARM_UP_SHARE = 0.25
 """Share of the run whose samples do not count, because caches fill."""
 MIN_SAMPLES = 12
@@ -65,8 +67,8 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
         f"{len(answers) - len(failed)} of {len(answers)}"
         + (f" ({failed[0].error[:80]})" if failed else ""),
     )
-    times = [answer.seconds for answer in answers] or [0.0, 0.0]
-    checks.at_most("p95 of all answers", statistics.quantiles([*times, times[0]], n=20)[-1], P95_S)
+    times = [answer.seconds for answer in answers]
+    checks.at_most("p95 of all answers", quantile(times, 0.95), P95_S)
     _check_growth(checks, progress.resident)
     if progress.used_share:
         checks.at_most(
@@ -98,8 +100,11 @@ async def _converse(target: Target, progress: Progress, number: int) -> None:
             progress.answers.append(answer)
             if answer.is_refused:
                 messages.pop()
-                await asyncio.sleep(answer.retry_after_s or 1.0)
+                await asyncio.sleep(min(answer.retry_after_s or RETRY_S, MAX_RETRY_AFTER_S))
                 continue
+            if not answer.is_whole:
+                await asyncio.sleep(RETRY_S)
+                break
             messages.append({"role": "assistant", "content": answer.text or "-"})
             tokens = answer.prompt_tokens + answer.output_tokens
 

@@ -48,7 +48,15 @@ class Behaviour:
     """Requests after which every token takes ten times as long."""
     grows_bytes: int = 0
     """Growth of the reported resident memory with every request."""
+    has_other_plain_text: bool = False
+    """Whether an answer that is not streamed has other words than a streamed one."""
+    is_mute: bool = False
+    """Whether answers have no text."""
     adapters: tuple[str, ...] = ()
+    key: str = ""
+    """API key that requests need, or empty for none."""
+    ignores_departures: bool = False
+    """Whether answers are computed to their end for clients that are gone."""
 
 
 @dataclass
@@ -69,7 +77,11 @@ class FakeServer:
     def die(self) -> None:
         self.is_dead = True
 
-    async def models(self, _: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
+        if self.behaviour.key and self.behaviour.key not in request.headers.get(
+            "authorization", ""
+        ):
+            return web.Response(status=401)
         size = {"max_model_len": CONTEXT} if self.behaviour.states_context else {}
         cards: list[dict[str, Any]] = [{"id": "fake", **size}]
         cards += [{"id": name, "parent": "fake"} for name in self.behaviour.adapters]
@@ -137,10 +149,16 @@ class FakeServer:
         try:
             return await self._tell(request, body, prompt, size)
         except (ConnectionError, asyncio.CancelledError):
-            self.lost += behaviour.keeps_vanished
+            self.lost += behaviour.keeps_vanished or behaviour.ignores_departures
+            if behaviour.ignores_departures:
+                rest_s = body["max_tokens"] * TOKEN_S
+                asyncio.get_running_loop().call_later(rest_s, self._finish_lost)
             raise
         finally:
             self.running -= 1
+
+    def _finish_lost(self) -> None:
+        self.lost -= 1
 
     async def _tell(
         self, request: web.Request, body: dict[str, Any], prompt: str, size: int
@@ -149,9 +167,11 @@ class FakeServer:
         salt = str(self.requests) if behaviour.is_forgetful else ""
         if 0 <= behaviour.changes_words_after < self.requests:
             salt = "other words"
+        if behaviour.has_other_plain_text and not body.get("stream"):
+            salt = "plain"
         name = hashlib.sha256((salt + prompt).encode()).hexdigest()[:6]
         count = body["max_tokens"]
-        words = [f"{name}-{number} " for number in range(count)]
+        words = [] if behaviour.is_mute else [f"{name}-{number} " for number in range(count)]
         usage = {
             "prompt_tokens": size,
             "completion_tokens": count - behaviour.lies_about_usage,
