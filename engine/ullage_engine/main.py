@@ -120,7 +120,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
     """Return a function that chooses the worker program once the model's files are available.
 
     Raises:
-        AppError: if no installed engine supports these settings with any model.
+        AppError: if no installed engine supports these settings, whatever the model.
     """
     has_vllm = find_spec("vllm") is not None
     choose = partial(
@@ -154,7 +154,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
 
 
 def _vllm_uses_tiers(config: EngineConfig) -> bool:
-    """Return whether every vLLM rank can access the host tier in order to store KV there."""
+    """Return whether vLLM can store KV in the host tier, which every rank must have access to."""
     is_reached = config.parallelism.pipeline == 1 and config.group.nodes == 1
     if not is_reached and config.memory.tiers.host.size != 0:
         log.info("memory.tiers: with vLLM KV stays on devices of several stages or nodes")
@@ -162,7 +162,7 @@ def _vllm_uses_tiers(config: EngineConfig) -> bool:
 
 
 def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
-    """Check that the chosen engine is installed and supports these settings with any model."""
+    """Raise an error if the chosen engine is not installed or cannot use these settings."""
     if name == "vllm" and not has_vllm:
         only_vllm = _native_refusal_of_settings(config)
         native = "" if only_vllm else ", or set engine: native (spec.engine: Native)"

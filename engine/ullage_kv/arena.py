@@ -99,7 +99,7 @@ class Arena:
 
     @property
     def path(self) -> str:
-        """Path that the same user's other processes pass to `attach` while this process runs."""
+        """Path with which the same user's other processes can `attach` while this process runs."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def cut(self, slot_bytes: int) -> None:

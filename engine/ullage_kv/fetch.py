@@ -112,7 +112,7 @@ class BlockFetch:
         return run(self._await(places))
 
     def expect(self, place: int, block: PendingBlock) -> None:
-        """Use the result of a pending block, which other fetches may share, for index `place`."""
+        """Take the result for index `place` from a pending block, which other fetches may share."""
         self._pending[place] = block
 
     def _fetch_each(self, parts: Iterator[range]) -> Steps:
@@ -197,7 +197,7 @@ class Loader:
     def load(
         self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int], deadline_s: float
     ) -> None:
-        """Start loading the blocks at the indices `places` of a fetch from one tier."""
+        """Start loading a fetch's blocks at the indices `places` from one tier."""
         load = self._reserve(fetch, tier, places)
         if not load.blocks:
             return
@@ -214,7 +214,7 @@ class Loader:
         self.alarms.close()
 
     def _reserve(self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int]) -> TierLoad:
-        """Reserve slots for blocks that no other fetch is loading, and return their `TierLoad`."""
+        """Reserve slots for the blocks that no other fetch is loading, as one `TierLoad`."""
         load = TierLoad(tier.name, fetch.ends_at)
         with self._lock:
             for place in places:
@@ -257,7 +257,7 @@ class Loader:
 
 
 def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
-    """Return the preceding key if it seems to belong to the same chain, or None.
+    """Return the key before index `place`, or None if there is none or its prefix differs.
 
     A chain is the sequence of one text's blocks, whose keys have a common prefix.
     """

@@ -159,7 +159,7 @@ class SlotFile:
         return xxhash.xxh3_128_digest(payload) == self._digests.get(slot)
 
     def write(self, slot: int, memory: memoryview, buffer: memoryview) -> bytes:
-        """Write a block's contents to a slot, and return their digest, to be passed to `enter`.
+        """Write a block to a slot, and return its digest, which must be passed to `enter`.
 
         Args:
             slot: the slot, whose table entry is cleared first.
@@ -395,7 +395,10 @@ def _take_folder(base: Path) -> tuple[Path, int]:
 
 
 def _lock_table(folder: Path, *, make: bool) -> int | None:
-    """Open and lock a folder's table. Return None if another process uses or removes it."""
+    """Open and lock a folder's table, and return its file descriptor.
+
+    Return None if the table is missing, or if another process has locked or removed it.
+    """
     if make:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

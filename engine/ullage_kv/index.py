@@ -364,7 +364,7 @@ class SlotIndex:
             self._evict_first(oldest)
 
     def _oldest(self) -> _Shard | None:
-        """Return the shard that has the next block to evict, or None if no block is evictable."""
+        """Return the shard that holds the next block to evict, or None if there is none."""
         oldest = None
         last_used = 0
         for shard in self._shards:

@@ -47,7 +47,7 @@ _STATUSES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Status.BUSY,
 }
 _HEALTHY = {Status.STALE, Status.BUSY}
-"""Statuses of refused requests that do not count as peer failures."""
+"""Statuses of requests that a healthy peer refused. They do not count as peer failures."""
 _ROOMS = {
     pb.ROOM_ALREADY_HAVE: Status.EXISTS,
     pb.ROOM_FULL: Status.FULL,
@@ -114,8 +114,8 @@ class PeerClient:
         Args:
             keys: keys of the blocks.
             timeout_s: deadline in seconds.
-            on_held: called once, from any thread, before the deadline. Its argument has one value
-                per key, or is an empty list if the peer did not answer.
+            on_held: called once, from any thread, before the deadline. Its argument says for each
+                key whether the peer has the block, or is empty if the peer did not answer.
         """
         request = pb.LookupRequest(geometry=self._own.geometry, keys=keys)
         try:
@@ -327,7 +327,7 @@ class _Arriving:
         return [result or otherwise for result in self._results]
 
     def refuse(self, places: Sequence[int]) -> None:
-        """Record that the peer has these blocks but currently refuses to let them be read."""
+        """Set BUSY as the result of blocks that the peer has but currently refuses to send."""
         for place in places:
             self._results[place] = Result(Status.BUSY, REMOTE)
 

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class Hints:
-    """Remembers, for a limited time and number of blocks, which peers probably have them."""
+    """Remembers which peers probably have a block, for a limited time and number of blocks."""
 
     def __init__(
         self,
@@ -481,7 +481,7 @@ class RemoteTier:
             self._closing.wait(self._resolve_s)
 
     def _log_peers(self, before: Sequence[PeerState]) -> list[PeerState]:
-        """Log all peers in one line if their list or a peer's state changed, and return them."""
+        """Return all other peers' states, and log them if the list or a state has changed."""
         peers = [each for each in self.peers() if not each.is_self]
         if _standing(peers) != _standing(before):
             facts = {each.address: each.problem for each in peers if each.is_left_alone}

@@ -75,7 +75,7 @@ class PeerTraffic:
 
 @dataclass(slots=True)
 class NewBlock:
-    """A block that a peer is writing to a reserved slot, from start to end."""
+    """A block that a peer is writing sequentially to a reserved slot."""
 
     key: bytes
     parent: bytes | None

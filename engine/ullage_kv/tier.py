@@ -29,7 +29,7 @@ class Transfer(NamedTuple):
 
 
 class LowerTier(Protocol):
-    """A tier below host memory.
+    """The interface of a tier below host memory.
 
     Calls return immediately, and the tier's own threads do the work. Tiers are thread-safe. Errors
     are returned as results and never raised. Loaded blocks are verified.
@@ -175,7 +175,7 @@ class TierCounter:
         evictions: int = 0,
         queued: int = 0,
     ) -> TierStats:
-        """Combine the counters with information about the tier's contents."""
+        """Return the tier's statistics, which consist of the counters and the given values."""
         with self._lock:
             return TierStats(
                 name=name,

@@ -70,7 +70,11 @@ class WriteThrough:
                 return
 
     def _save(self, tier: LowerTier, keys: Sequence[bytes]) -> "Future[list[Result]] | None":
-        """Start saving the blocks of which a tier wants a copy. Return None if it wants none."""
+        """Start saving the blocks of which a tier wants a copy.
+
+        Returns:
+            A future for the results of these blocks, or None if there are none to save.
+        """
         wanted = itertools.compress(keys, tier.wants(keys))
         pinned = [(key, ref) for key in wanted if (ref := self._lease.pin(key)) is not None]
         if not pinned:

@@ -336,7 +336,9 @@ class XidEvents:
             raise NvmlUnavailableError("no GPU sends events")
 
     def wait(self, timeout_s: float) -> tuple[Gpu, int] | None:
-        """Wait for the next Xid error. Return None on timeout.
+        """Wait for the next Xid error, and return its GPU and error code.
+
+        Return None on timeout, or if the error belongs to an unknown GPU.
 
         Raises:
             NvmlUnavailableError: the driver has stopped reporting errors.

@@ -78,9 +78,9 @@ def context_bucket(blocks: int) -> int:
 
 
 def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
-    """Return the next decode group's row count, unpadded and padded, if `rows` decodes remain.
+    """Return the next group's row counts, without and with padding, if `rows` decodes remain.
 
-    The padded size is a power of two and at most `max_rows`.
+    The padded count is a power of two and at most `max_rows`.
     """
     above = 1 << (rows - 1).bit_length()
     if above <= max_rows and (above - rows) <= MAX_ROW_WASTE * above:
@@ -493,7 +493,9 @@ def _attention_elements(model_config: ModelConfig, limits: StepLimits) -> dict[s
 
 
 def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
-    """Return the size in bytes of each buffer of float8 codes that a step writes or gathers.
+    """Return the size in bytes of each buffer for float8 codes, by buffer name.
+
+    One buffer holds the codes that a step writes, and the other the codes that it gathers.
 
     Keys and values are written one after the other, so they can share one buffer.
     """

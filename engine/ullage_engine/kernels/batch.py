@@ -108,7 +108,10 @@ class ConvPlan:
     slots: Ints
     """Slot that holds the state before each chunk, or NO_SLOT if the chunk starts from zeros."""
     next_slots: Longs
-    """Slot for the state after each chunk, or NO_SLOT for padding. The step never reads these."""
+    """Slot that receives the state after each chunk, or NO_SLOT for padding.
+
+    The step never reads these slots.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +404,10 @@ def decode_groups(
 
 
 def _num_similar(buckets: Sequence[int], block_tokens: int) -> int:
-    """Return how many leading rows can share a group without much padding. The minimum is 1."""
+    """Return how many rows, from the first on, can share a group without much padding.
+
+    The first row alone always qualifies.
+    """
     waste = 0
     for index, own in enumerate(buckets):
         # Padding to the row's own bucket is needed in any group, so it does not count.

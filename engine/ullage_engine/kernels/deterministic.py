@@ -57,7 +57,7 @@ class RowProducts:
             _multiply_each_unit(x, y, out)
 
     def verify_row_invariance(self, weight: torch.Tensor, sizes: Iterable[int]) -> bool:
-        """Find the row counts that `multiply` may compute in one call with this weight shape.
+        """Determine which row counts `multiply` may compute in one call with this weight shape.
 
         A row count qualifies if a single product of that many rows is bit-identical, row by row, to
         products of `UNIT_ROWS` rows.
@@ -73,7 +73,7 @@ class RowProducts:
         return UNIT_ROWS in equal
 
     def verify_batched(self, x: _Shape, y: torch.Tensor) -> bool:
-        """Check whether a batched product of these shapes is bit-identical to separate products.
+        """Return whether a batched product of these shapes is bit-identical to separate products.
 
         If it is, `multiply_each` computes each batch of these shapes in one call from now on.
 

@@ -197,7 +197,10 @@ class KVPool:
 
     @property
     def scratch_block(self) -> int:
-        """ID of the block for the KV of replayed tokens, if the model has convolutions."""
+        """ID of the block for the KV of replayed tokens.
+
+        The block exists only if the model has convolutions.
+        """
         return self.num_blocks
 
     def clear(self, block: int) -> None:
@@ -214,7 +217,10 @@ class KVPool:
 
 
 def _layer_places(model_config: ModelConfig, windowed: bool) -> list[int]:
-    """Return the position of each attention layer within a block."""
+    """Return the position of each attention layer's KV within a block.
+
+    With `windowed`, layers with sliding windows and other layers are counted separately.
+    """
     counts = [0, 0]
     places = []
     for layer in model_config.layers:

@@ -117,7 +117,7 @@ class Staging:
         self._parts.clear()
 
     def put(self, array: Indices) -> torch.Tensor:
-        """Return the device tensor that holds the array after `upload`.
+        """Add an array to the step. Return the device tensor that will hold it after `upload`.
 
         If an array is put twice, both calls return the same tensor.
         """

@@ -76,7 +76,7 @@ class Sessions:
             self._sessions[session_id] = replace(session, used_at=self._clock())
 
     def end_idle(self) -> None:
-        """End sessions that have been idle for at least the configured idle time."""
+        """End the sessions that have been idle for at least the configured time."""
         latest = self._clock() - self._idle_s
         while self._sessions and next(iter(self._sessions.values())).used_at <= latest:
             self._end(next(iter(self._sessions)), is_idle=True)
@@ -302,10 +302,10 @@ class PrefixCache:
         return merged
 
     def insert_windows(self, table: list[int], windows: list[int], first: int) -> None:
-        """Attach `windows` to a block table's cached blocks, starting at index `first`.
+        """Attach window blocks to a block table's cached blocks, starting at index `first`.
 
-        If a cached block already has a window block, that block replaces the duplicate in
-        `windows`, which is released.
+        If a cached block already has a window block, the duplicate in `windows` is replaced with
+        that block and released.
         """
         for index, own in enumerate(windows):
             if first + index >= len(table):
@@ -356,7 +356,7 @@ class PrefixCache:
             self._pool.free([self._evict()])
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert that `tables` and the cache together account for all block references."""
+        """Assert that these block tables and the cache together hold all block references."""
         present = [list(table) for table in tables]
         held = {block for table in present for block in table}
         cached = [block for block in range(self.num_blocks) if block in self._tree]

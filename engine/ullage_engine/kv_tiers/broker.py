@@ -62,7 +62,7 @@ class BlockFormat(NamedTuple):
     """Length in tokens of sliding windows with separate blocks, or 0 if there are none."""
 
     def first_window_block(self, num_blocks: int) -> int:
-        """Return the index of the first window block that the token after `num_blocks` needs."""
+        """Return the index of the first window block that is needed after `num_blocks` blocks."""
         first = max(0, num_blocks * self.block_tokens - self.window_tokens + 1)
         return first // self.block_tokens
 
@@ -303,18 +303,25 @@ class KvBroker:
             self._num_prefetched -= beginning.num_prefetched
 
     def _forget_begun(self) -> None:
-        """Drop the oldest prefixes whose requests have begun, as they may never be queried."""
+        """Forget prefixes, oldest first, up to the first one whose request has not begun.
+
+        The worker may never ask for the prefix of a request that has begun.
+        """
         while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
             self._forget(oldest)
 
     def _load(
         self, keys: list[bytes], first: int, longest_s: float | None = None
     ) -> list[Future[Any]]:
-        """Start loading the blocks from index `first` on, and the window blocks they require."""
+        """Start loading the blocks from index `first` on, and the window blocks they require.
+
+        Returns:
+            Futures that complete when the blocks have arrived, or at the deadline.
+        """
         return self._loads.load([*keys[first:], *self._last_windows(keys)], longest_s)
 
     def _last_windows(self, keys: list[bytes]) -> list[bytes]:
-        """Return the keys of the window blocks that are needed to compute the next token."""
+        """Return the keys of the window blocks needed to compute the token after these blocks."""
         if not self._format.window_tokens:
             return []
         first = self._format.first_window_block(len(keys))
@@ -368,14 +375,17 @@ class KvBroker:
         return slots
 
     def _ask(self, wanted: KvWanted) -> _Beginning:
-        """Return the stored prefix that a worker queries, recording the time of the first query."""
+        """Return the stored prefix that the worker asks for, and record when it first asked."""
         beginning = self._remember(wanted.request_id, wanted.keys)
         if beginning.asked_at is None:
             beginning.asked_at = self._clock()
         return beginning
 
     def _answer_at_once(self, wanted: KvWanted) -> None:
-        """Answer with the blocks already in shared memory, and the index from which more follow."""
+        """Answer a query at once with the blocks that are already in shared memory.
+
+        The answer includes the index from which more blocks may follow, if any.
+        """
         name = wanted.request_id
         keys = wanted.keys
         beginning = self._ask(wanted)
@@ -393,7 +403,7 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, more_from)
 
     def _answer_when_loaded(self, wanted: KvWanted) -> Steps:
-        """Answer once every requested block has arrived in shared memory or will not be loaded."""
+        """Answer a query once each requested block is in shared memory or will not be loaded."""
         lease = self._lease
         beginning = self._ask(wanted)
 
@@ -420,7 +430,11 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, None)
 
     def _load_wanted(self, wanted: KvWanted, first: int, tiers: list[str]) -> list[Future[Any]]:
-        """Start loading the stored blocks from index `first` on that a request is waiting for."""
+        """Start loading the stored blocks that a request is waiting for, from index `first` on.
+
+        Returns:
+            Futures that complete when the blocks have arrived, or at the deadline.
+        """
         keys = wanted.keys[: len(tiers)]
         longest_s = None
         if not wanted.is_rest:
@@ -451,12 +465,16 @@ class KvBroker:
         )
 
     def _pin_beginning(self, wanted: KvWanted) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Pin the requested blocks up to the first missing one, and the window blocks they need."""
+        """Pin the requested blocks up to the first missing one, and the window blocks they need.
+
+        Returns:
+            The slots of the blocks, and the slots of the window blocks.
+        """
         refs = self._pin(wanted.keys[wanted.first :])
         return self._with_windows(wanted, refs) if self._format.window_tokens else (refs, [])
 
     def _pin(self, keys: list[bytes]) -> list[SlotRef]:
-        """Pin blocks in shared memory, stopping at the first one that is missing."""
+        """Pin blocks in shared memory up to the first missing one, and return their slots."""
         refs: list[SlotRef] = []
         for key in keys:
             ref = self._lease.pin(key)

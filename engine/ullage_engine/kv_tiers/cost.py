@@ -187,7 +187,7 @@ def seconds_to_load(
         extra: additional blocks that must arrive before any of the others can be used.
 
     Returns:
-        The seconds for each block, which never increase, followed by 0.0 for loading nothing.
+        The seconds for each block, the longest first, followed by 0.0 for loading nothing.
     """
     counts: dict[str, int] = {}
     tiers = dict[str, Callable[[int], float]]()

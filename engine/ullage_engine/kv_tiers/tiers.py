@@ -262,6 +262,9 @@ def _in_daemon(
     Args:
         open_tier: opens the tier.
         on_late: called with a tier that was opened after the future was cancelled.
+
+    Returns:
+        A future that completes with the tier, or with the error that prevented its opening.
     """
     result = Future[FileTier]()
 

@@ -82,7 +82,7 @@ HeadNorms = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(Protocol):
-    """Computes attention for some of a step's rows."""
+    """Interface of attention that is prepared for some of a step's rows, such as decodes."""
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
         """Compute attention for one layer. The cache must already hold these tokens' KV.
@@ -371,7 +371,7 @@ class RotaryTables:
 
 
 class Rotary(Protocol):
-    """The operations on a layer's queries, keys and values that precede attention."""
+    """Interface of the operations that prepare a layer's queries, keys and values for attention."""
 
     def run(
         self, norms: HeadNorms | None, eps: float, cache: LayerCache, slots: torch.Tensor

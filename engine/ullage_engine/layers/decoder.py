@@ -120,7 +120,10 @@ def kv_bounds(
     limits: StepLimits,
     arena: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return upper bounds per head for rotated keys, then for values: float32 [2 * kv_heads]."""
+    """Return, for each KV head, an upper bound on the absolute value of any key or value element.
+
+    The result is float32 [2 * kv_heads]: first the bounds of the rotated keys, then of the values.
+    """
     lengths = _lengths(layer, norm, model_config, limits, arena)
     return head_bounds(lengths, model_config, layer.k_norm, layer.qkv_bias)
 
@@ -131,7 +134,7 @@ def head_bounds(
     k_norm: torch.Tensor | None = None,
     qkv_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the bounds that `kv_bounds` returns from the lengths of the weight rows.
+    """Compute the result of `kv_bounds`, given the Euclidean length of each scaled weight row.
 
     Args:
         lengths: |w * norm| of each row w of the key and value projections, float32 [2 * kv_heads *
@@ -394,7 +397,7 @@ class Decoder:
         return scales
 
     def check_tables(self) -> str:
-        """Recompute the rotary tables. Return the name of a table that has changed, or ""."""
+        """Return the name of a rotary table that differs from a recomputed one, or ""."""
         return different_table(self._model_config, self._tables.cos, self._tables.sin)
 
     def verify_row_invariance(self) -> str | None:

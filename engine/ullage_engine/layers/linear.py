@@ -252,7 +252,7 @@ class Int8Linear:
             out[rows].add_(self._product(x[rows]))
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x @ weights of this layer into scratch memory, in float32."""
+        """Multiply x by this layer's weights. Return the product in scratch memory, in float32."""
         count = x.shape[0]
         self._round(x)
         padded = max(count, self._least_rows)

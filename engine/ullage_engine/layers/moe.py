@@ -65,8 +65,8 @@ EXPERT_KERNELS: dict[Format, triton.Format] = {
 }
 """The format that Triton kernels use for each format of expert weights.
 
-With w8a8, activations are not rounded here. Each expert has few rows, so the gain comes from
-reading smaller weights.
+These kernels do not round the activations of w8a8 experts. Each expert has few rows, so the gain
+comes from reading smaller weights.
 """
 
 _WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
@@ -200,7 +200,7 @@ class PickedExperts:
 
     @property
     def encoding(self) -> object:
-        """Format of the kernels that multiply a few pairs."""
+        """Encoding of the weights that `few` multiplies by, or None if it does not report any."""
         return getattr(self.few, "encoding", None)
 
     @property

@@ -127,7 +127,10 @@ class NativeDecoder:
     def __init__(
         self, loaded: LoadedModel, limits: StepLimits, arena: dict[str, torch.Tensor]
     ) -> None:
-        """Create a decoder in `arena`, laid out by `ullage_engine.kernels.arena.native_arena`."""
+        """Create a decoder that computes in `arena`.
+
+        `ullage_engine.kernels.arena.native_arena` defines the layout of this memory.
+        """
         self._loaded = loaded
         self._config = loaded.model_config
         self._arena = arena
@@ -183,7 +186,7 @@ class NativeDecoder:
         return {f"library.{name}": vector for name, vector in self._kept.items()}
 
     def check_tables(self) -> str:
-        """Recompute the rotary tables. Return the name of a table that has changed, or ""."""
+        """Return the name of a rotary table that differs from a recomputed one, or ""."""
         cos, sin = self._rotary_tables()
         return different_table(self._config, cos, sin)
 
@@ -345,12 +348,15 @@ class NativeDecoder:
         }
 
     def _vector(self, name: str) -> int | None:
-        """Return the address of a vector in float32, or None if the model has no such vector."""
+        """Return the address of a vector in float32, or None if the model has none of this name."""
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor)
 
     def _taps(self, name: str) -> int | None:
-        """Return the address of a convolution's taps in float32, oldest first, or None."""
+        """Return the address of a convolution's taps in float32, oldest first.
+
+        Return None if the model has no taps of this name.
+        """
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor.t())
 

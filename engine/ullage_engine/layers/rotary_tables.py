@@ -75,14 +75,14 @@ def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def fill_half_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Fill half tables for every position, [positions, head_dim / 2]. No values are negated."""
+    """Fill cosine and sine tables [positions, head_dim / 2], in which no values are negated."""
     for rows, cosine, sine in _blocks(model_config, cos.shape[0]):
         cos[rows] = cosine
         sin[rows] = sine
 
 
 def different_table(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> str:
-    """Recompute both tables. Return "cos" or "sin" if that table in memory differs, otherwise "".
+    """Return "cos" or "sin" if that table differs from a recomputed one, or "" if neither does.
 
     For full tables [positions, head_dim], only the second half of each row is compared. Half tables
     are compared in full.

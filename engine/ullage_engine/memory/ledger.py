@@ -117,7 +117,7 @@ class Ledger:
         self._on_host[name] = num_bytes
 
     def shortage(self, name: str, needed: int) -> LedgerError:
-        """Return an error that explains why `name` does not fit and which setting to change."""
+        """Return an error that says why a reservation does not fit and which setting to change."""
         available = max(0, self.available_bytes)
 
         if self.others_bytes and needed <= available + self.others_bytes:

@@ -97,11 +97,11 @@ class PressureController:
         return min(share, self._batch_limit)
 
     def limit_batch(self, share: float) -> None:
-        """Cap the batch at a fraction of its maximum size, at any level. 1 removes the cap."""
+        """Cap the batch size at a fraction of its maximum at any level. 1 removes the cap."""
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:
-        """Update the level from a worker's reported state, and return the state with new limits."""
+        """Update the level from a worker's state, and return the state with the new limits."""
         level = self.update(headroom_share(state))
         return msgspec.structs.replace(
             state,

@@ -1,4 +1,4 @@
-"""Pure functions that work out how much of a shared GPU's memory each process uses.
+"""Works out how much of a shared GPU's memory each process uses.
 
 A GPU reports how much memory is free, which also depends on other processes: another engine, or a
 killed worker whose memory is still being released. The ledger tracks this process's memory. Memory

@@ -47,7 +47,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the architecture, one of those in `ullage_engine.model_config.registry`."""
     layers: tuple[LayerSpec, ...]
     first_layer: int = 0
-    """Index of the first of these layers within the whole model."""
+    """Index within the whole model of the first layer in `layers`."""
     hidden: int
     num_heads: int
     num_kv_heads: int
@@ -114,9 +114,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window(self) -> int:
-        """Longest sliding window in tokens, or 0 unless the model mixes both layer types.
+        """Longest sliding window in tokens if only some attention layers have one, otherwise 0.
 
-        That is, some attention layers have a sliding window, and others attend to all tokens.
+        The other attention layers then attend to all tokens.
         """
         windows = [layer.window for layer in self.layers if layer.mixer == "attention"]
         return max(windows, default=0) if 0 in windows else 0
@@ -139,7 +139,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return whole // max(1, self.num_attention_layers) * layers
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the size of a convolution state in bytes, with kernel - 1 columns per layer."""
+        """Return the bytes of a convolution state, which has kernel - 1 columns per layer."""
         columns = max(0, self.conv_kernel - 1)
         return self.num_conv_layers * columns * self.conv_channels * itemsize
 

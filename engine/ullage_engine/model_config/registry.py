@@ -225,7 +225,7 @@ def _layer_kinds(
 
 
 def _window(config: HFConfig, default: int) -> int | None:
-    """Return the sliding window's length in tokens, or None if it is explicitly null."""
+    """Return the value of `sliding_window` in tokens, or None if the key is present but null."""
     if "sliding_window" in config.values and config.values["sliding_window"] is None:
         return None
     window = config.int("sliding_window", default)

@@ -81,8 +81,8 @@ def read_rope(
     Args:
         config: the config.json.
         head_dim: width of a head.
-        theta: the family's default base.
-        default: the family's default scaling.
+        theta: the family's default base of the rotary frequencies.
+        default: the family's default position scaling.
 
     Raises:
         WeightsError: if a type or a value is not supported, or two sections contradict each other.

@@ -185,7 +185,7 @@ class ScaledMatrices:
         return values * scales.repeat_interleave(width, dim=1)[:, :columns]
 
     def _check_tensors(self) -> None:
-        """Raise an error if any tensor that belongs to a matrix would not be used."""
+        """Raise an error if a quantised matrix has a tensor that the engine does not support."""
         for name in self._reader.names:
             stem, _, kind = name.rpartition(".")
             if self.is_quantised(stem) and kind not in self._known(name):

@@ -162,8 +162,8 @@ def _weight_paths(files: ModelFiles) -> list[Path]:
 
 
 Wait = Callable[[Callable[[], None]], str]
-"""Function that waits for a digest and returns it. It calls the callback that it is given about
-once per second while waiting."""
+"""Function that waits for a digest and returns it. While waiting, it calls its callback
+argument about once per second."""
 
 
 def begin(compute: Callable[[], str]) -> Wait:

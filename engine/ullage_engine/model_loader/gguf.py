@@ -435,7 +435,7 @@ def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _FileReader(GGUFReader):
-    """The gguf library's reader with a faster way to read arrays.
+    """A subclass of the gguf library's reader that reads arrays faster.
 
     The library creates two memory-mapped arrays per vocabulary string, which takes three seconds
     for a whole vocabulary. This reader takes a tenth of a second.

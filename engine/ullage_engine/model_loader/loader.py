@@ -252,7 +252,10 @@ def content_key(
 
 
 def source_key(files: ModelFiles, use: str) -> str:
-    """Compute a key from the source files' paths, sizes and modification times, and from `use`."""
+    """Compute a key from the source files' paths, sizes and modification times.
+
+    The key also depends on `use`, which states what the files are used for.
+    """
     digest = hashlib.sha256(f"{use}\n".encode())
     for path in _source_files(files):
         status = path.stat()

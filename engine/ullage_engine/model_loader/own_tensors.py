@@ -40,7 +40,7 @@ activations and KV, for which the engine chooses the dtypes itself."""
 
 
 class Tensors(Protocol):
-    """The interface to the tensors of an open checkpoint."""
+    """The methods of a safetensors reader that this module uses."""
 
     @property
     def names(self) -> list[str]: ...
@@ -157,7 +157,7 @@ def _is_stored_part(name: str, stems: set[str]) -> bool:
 
 
 def _is_computed_with(name: str, model_config: ModelConfig) -> bool:
-    """Return whether a tensor is part of a configured layer, the embedding, final norm or head."""
+    """Return whether a tensor belongs to a configured layer, the embedding, final norm or head."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None:
         return int(layer[1]) < model_config.num_layers

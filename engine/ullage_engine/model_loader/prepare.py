@@ -213,7 +213,7 @@ class Calibration(Protocol):
             files: the model's files.
             prepared: all tensors of the model.
             model_config: the model's configuration.
-            device: the device that computes.
+            device: the device to compute on.
             report: called after each matrix has been rounded.
 
         Returns:
@@ -229,7 +229,10 @@ class Calibration(Protocol):
 def rounded_tensors(
     prepared: Iterable[PreparedTensor], round_layer: RoundLayer | None
 ) -> Iterator[tuple[PreparedTensor, Quantized | None]]:
-    """Yield all tensors in order, each with its matrix as rounded by the calibration, or None."""
+    """Yield each tensor in order, together with its matrix as rounded by the calibration.
+
+    The matrix is None if `round_layer` is None or did not round this tensor.
+    """
     for prefix, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
         layer = list(group)
         rounded = round_layer(layer) if round_layer and prefix else {}
@@ -279,7 +282,10 @@ class PreparedForm:
         return PreparedTensor(source, reader, plan, dtype, encoding, is_kept)
 
     def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
-        """Return a matrix's encoding, and whether it keeps the checkpoint's quantised values."""
+        """Return a matrix's encoding, and whether it keeps the checkpoint's quantised values.
+
+        The encoding is None if the matrix is stored in the computing dtype.
+        """
         asked = self.quantization
         *rows, columns = plan.shape
         shape = (math.prod(rows), columns)
@@ -303,7 +309,7 @@ class PreparedForm:
 
     @property
     def _kept(self) -> Format | None:
-        """Target format for which the checkpoint's quantised values may be kept, or None."""
+        """Target format to pass to `CheckpointReader.encoding`, or None if there is none."""
         if self.quantization == "auto":
             return "int4" if self._reads_tiles else None
         return None if self.quantization == "none" else self.quantization

@@ -63,8 +63,7 @@ class Proof(msgspec.Struct, frozen=True):
     tensors: dict[str, str]
     """Digests of the tensors in memory, by name."""
     logits: str
-    """Digest of the probe's logits. If another rank computes the logits, this is a digest of no
-    rows."""
+    """Digest of the probe's logits, or of zero rows if another rank computes the logits."""
     samples: list[list[float]]
     """A sample of each row's logits."""
 

@@ -301,7 +301,7 @@ class Bucket:
         asked: Mapping[str, str],
         on_body: Callable[..., None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Start a request. Return it and a dictionary to be filled in when the response arrives."""
+        """Start a request. Return it and a dictionary that receives the headers and the outcome."""
         done: dict[str, Any] = {"headers": {}}
 
         def on_headers(headers: list[tuple[str, str]], **_: Any) -> None:

@@ -88,7 +88,7 @@ def resolve_source(source: str) -> ModelFiles:
 
 
 def model_version(source: str) -> str:
-    """Return which version of a source in a bucket this process uses.
+    """Return the version of an `s3://` source that this process uses.
 
     For other sources, and until the source has been resolved, the version is empty.
     """
@@ -172,7 +172,7 @@ def hub_repository(source: str) -> tuple[str, str]:
 
 
 def is_of_bucket(source: str) -> bool:
-    """Return whether a source is in a bucket."""
+    """Return whether a source is an `s3://` URI."""
     return source.startswith("s3://")
 
 

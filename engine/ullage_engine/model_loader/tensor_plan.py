@@ -57,7 +57,7 @@ def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
 
 
 def fit_a_checkpoint(plans: Iterable[TensorPlan]) -> bool:
-    """Return whether prepared tensors can be saved as a checkpoint, because none is rearranged."""
+    """Return whether prepared tensors can be saved as a checkpoint: none may be rearranged."""
     return not any(part.rearrange for plan in plans for part in plan.parts)
 
 

@@ -38,7 +38,7 @@ class CopyStream(Protocol):
 
 
 class CudaCopies:
-    """Queues copies on the device's current stream, so that later work on it sees the data."""
+    """Queues copies on the device's current stream. Work queued there afterwards sees the data."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -71,9 +71,10 @@ class Uploader:
         """Number of bytes in the current staging buffer that pending copies may still read."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the device, and return a contiguous copy for later work on the stream.
+        """Copy a tensor to the device, and return the contiguous copy.
 
-        The host tensor may be modified or freed as soon as this method returns.
+        Work that is queued on the stream afterwards may use the copy. The host tensor may be
+        modified or freed as soon as this method returns.
         """
         placed = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         source = as_bytes(tensor.contiguous())

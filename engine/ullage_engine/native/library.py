@@ -160,7 +160,7 @@ def load() -> ctypes.CDLL | None:
 
 @cache
 def instruction_set() -> str | None:
-    """Return the instruction set that the library uses on this machine, or None if unusable."""
+    """Return the library's instruction set on this CPU, or None if the library cannot be used."""
     library = load()
     if library is None:
         return None

@@ -25,7 +25,7 @@ Its arguments are the run's `index`, `start` and `end`. A longer run never costs
 
 
 def split_runs(count: int, parts: int, criteria: Sequence[Criterion]) -> list[tuple[int, int]]:
-    """Split `count` items into `parts` contiguous, non-empty runs.
+    """Split `count` items into `parts` contiguous, non-empty runs. Return each run's (start, end).
 
     The split minimises the maximum cost of a run under the first criterion. Ties are broken by the
     remaining criteria in order, and finally in favour of the split whose first runs are shortest.
@@ -45,9 +45,9 @@ def _is_within(limits: Sequence[tuple[Criterion, float]], run: tuple[int, int, i
 def _least_largest(
     count: int, parts: int, criterion: Criterion, limits: Sequence[tuple[Criterion, float]]
 ) -> float:
-    """Return the lowest achievable maximum cost of a run under one criterion.
+    """Return the cost of the most expensive run in the best split under one criterion.
 
-    Every run must also stay within the limits on its cost under the other criteria.
+    Only splits are considered whose runs stay within `limits` under the earlier criteria.
     """
 
     @cache

@@ -96,7 +96,7 @@ class RankGroup:
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Create these process groups. Return the one that this rank belongs to, or None."""
+        """Create these process groups. Return this rank's group, or None if it belongs to none."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)

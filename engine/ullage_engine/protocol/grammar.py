@@ -46,7 +46,7 @@ def compile_error(text: str) -> str:
 
 
 def _cost_error(text: str) -> str:
-    """Return why a grammar fails or takes too much memory to compile, or "" if it does not.
+    """Return why compiling a grammar fails or takes too much memory, or "" on success.
 
     The grammar is compiled for a vocabulary of single bytes.
     """

@@ -167,7 +167,7 @@ class RequestEvents:
         Args:
             request: the request.
             num_cached: number of tokens whose KV was cached.
-            ago_s: seconds since the chunk began.
+            ago_s: how many seconds ago the prefill started.
         """
         computed = self.requests.get(request.request_id)
         if computed is None:

@@ -235,7 +235,7 @@ class Packed(NamedTuple):
 
     @property
     def scales(self) -> torch.Tensor:
-        """Scales [out, groups]. Tiled matrices have none here, as tiles contain their scales."""
+        """Scales [out, groups]. Unavailable for tiled matrices, whose tiles contain the scales."""
         return self.pieces[SCALES]
 
     @property
@@ -419,7 +419,7 @@ def laid_out_for(encoding: Encoding, device: torch.device, num_matrices: int = 1
 
 
 _TINY = 1e-12
-"""Scale to use if all weights are zero. All dtypes except float16 can represent it."""
+"""Minimum scale for all dtypes except float16, which cannot represent such a small value."""
 
 _LEAST_FLOAT16 = 2.0**-24
 

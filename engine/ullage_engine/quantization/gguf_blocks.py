@@ -67,7 +67,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _centred(codes: torch.Tensor, middle: int) -> torch.Tensor:
-    """Centre unsigned codes on 0, which keeps zero offsets and their rounding errors small."""
+    """Centre unsigned codes on 0, so that the groups' zeros and their rounding errors are small."""
     return codes.to(torch.int16).sub_(middle).to(torch.int8)
 
 

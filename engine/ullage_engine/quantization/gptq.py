@@ -44,7 +44,7 @@ ROW_ELEMENTS = 1 << 24
 _LOW = MIN_VALUE["int4"]
 _HIGH = MAX_VALUE["int4"]
 _LEAST = 1e-9
-"""Lower bound that keeps error weights, and the spread and scale of a regression, above zero."""
+"""Minimum weight of an error, and minimum spread and scale of a regression, all above zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,10 @@ class Grid:
         return Quantized("int4", values.to(torch.int8), self.scales, self.zeros)
 
     def by_column(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scale and the zero of every weight, both float32 [out, in]."""
+        """Return each weight's scale and zero point, as two float32 tensors [out, in].
+
+        The zero point is the offset that is added to the scaled value.
+        """
         scales = self.scales.float()
         zeros = self.zeros.float()
         return scales.repeat_interleave(group, 1), zeros.repeat_interleave(group, 1)
@@ -179,7 +182,7 @@ def quantise_calibrated(
         gram: Σ x xᵀ over inputs, or any multiple of it, float32 [in, in].
         group: number of columns per group.
         dtype: stored dtype of scales and zeros.
-        report: called after each slice of rows, which takes seconds.
+        report: called after each slice of rows. A slice takes seconds.
     """
     if not gram.isfinite().all():
         gram = torch.eye(len(gram), device=gram.device)
@@ -240,7 +243,7 @@ def _compensated(
         factor: factor of the Gram matrix's inverse, in the same order.
 
     Returns:
-        The values, float32 [out, in].
+        The rounded values (-8 to 7), float32 [out, in], with columns in their original order.
     """
     scales, zeros = (each[:, order].t().contiguous() for each in grid.by_column(group))
     columns = weights[:, order].t().contiguous()
@@ -270,7 +273,7 @@ def _excess(
     others: torch.Tensor,
     gram: torch.Tensor,
 ) -> torch.Tensor:
-    """Return, per row, how much larger the matmul error is with `values` than with `others`."""
+    """Return how much larger each row's matmul error is with `values` than with `others`."""
     first, second = (grid.quantized(each).dequantise() for each in (values, others))
     products = (second - first) @ gram
     return products.mul_(2 * weights - first - second).sum(dim=1)

@@ -108,7 +108,7 @@ class Int4Calibration:
 
     @cached_property
     def name(self) -> str:
-        """Identifies the rounding method: its version, text and limits."""
+        """Name that identifies the rounding method by its version, its text and its limits."""
         digest = hashlib.sha256(self.text.read_bytes()).hexdigest()[:16]
         bound = " at load" if self.is_at_load else ""
         return f"{VERSION} {self.max_tokens} {digest}{bound}"

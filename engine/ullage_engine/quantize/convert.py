@@ -251,7 +251,7 @@ def quantization_config(format: Format, plain: list[str]) -> Json:
 
 
 Progress = Callable[[str, int, int], None]
-"""Callback that receives the stage, the completed count and the total count."""
+"""Progress callback. Its arguments are the stage, the amount completed and the total amount."""
 
 CALIBRATION_TOKENS = 16_384
 """Number of tokens of a text that calibration uses. The rest of the text is ignored."""

@@ -46,7 +46,10 @@ included.
 """
 
 _KEEP_ALL = 1.5
-"""Value of top_p for rows without a top-p limit. No sum reaches it, even with rounding errors."""
+"""Value of top_p for rows without a top-p limit.
+
+No sum of probabilities reaches this value, even with rounding errors.
+"""
 
 _MASK = (1 << 64) - 1
 """Mask of all bits of a 64-bit integer."""

@@ -228,7 +228,7 @@ def _bans(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.gener
 
 
 def _masks(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the masks, and the index of each row's mask.
+    """Return the masks and the index of each row's mask, or an empty dict if no row has a mask.
 
     A set bit in a mask rules out a token. Rows without a mask share the first one, which rules out
     no token.

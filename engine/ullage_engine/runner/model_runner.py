@@ -616,7 +616,10 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None
     ) -> _Computed | None:
-        """Compute micro-batch `index` of a step. See `logits`."""
+        """Compute micro-batch `index` of a step. Return its sampled chunks and their logits.
+
+        Return None if this rank samples nothing in the micro-batch.
+        """
         if self._native is not None:
             return self._run_native(plan, range(layers[0], layers[-1] + 1) if layers else None)
 
@@ -685,7 +688,10 @@ class ModelRunner:
         return action
 
     def _run_native(self, plan: StepPlan, layers: range | None = None) -> _Computed | None:
-        """Compute a step with the C++ library."""
+        """Compute a step with the C++ library. Return its sampled chunks and their logits.
+
+        Return None if no chunk is sampled.
+        """
         assert self._native is not None, "not the library's"
         sampled = plan.sampled_parts()
         logits = shaped(self._sampling["logits"], len(sampled), self.model_config.vocab)

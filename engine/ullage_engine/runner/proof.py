@@ -22,7 +22,7 @@ def take_proof(
     *,
     verifies: bool,
 ) -> Proof:
-    """Compute the proof for this start from the weights in memory and the results of the probe.
+    """Compute this start's proof from its tensors in memory and from the logits of the probe.
 
     The probe overwrites the KV pool. All ranks of a group must take their proofs together.
 

@@ -128,7 +128,10 @@ def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPla
 
 
 def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:
-    """Yield the chunks with histories that together fill one pass of `PENALTIES_AT_ONCE`."""
+    """Yield the chunks with histories that penalise `PENALTIES_AT_ONCE` or more logits in total.
+
+    Histories are shorter if `max_model_len` or `vocab` is too small for this.
+    """
     tokens = min(max_model_len, vocab, -(-PENALTIES_AT_ONCE // len(chunks)))
     for chunk in chunks:
         yield msgspec.structs.replace(chunk, history=list(range(tokens)))

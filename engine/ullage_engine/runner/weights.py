@@ -125,7 +125,10 @@ def model_weights(
 
 
 def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
-    """Yield the encoding that each matmul reads, which for stacked experts covers one expert."""
+    """Yield the encoding of the matrix that each matmul reads.
+
+    For stacked experts, this is the encoding of a single expert's matrix.
+    """
     for name, encoding in loaded.encodings.items():
         rows, columns = encoding.shape
         if ".experts_" in name:

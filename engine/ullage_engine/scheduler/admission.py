@@ -47,6 +47,9 @@ class AdmissionControl:
         """Admit all samples of one prompt together, or refuse them all without changing any state.
 
         Resumed requests are only refused if they are invalid. If memory is short, they wait for it.
+
+        Returns:
+            The refusal, or None if the samples are admitted.
         """
         group = self._group(requests)
         if not resumed or not all(request.token_ids for request in requests):
@@ -57,7 +60,7 @@ class AdmissionControl:
         return None
 
     def refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
-        """Refuse all requests if any of their ids is already in use or occurs twice."""
+        """Return a refusal if a request id is already in use or occurs twice, otherwise None."""
         return refuse_duplicates(requests, self._sequences, self._profile.kv_pool_bytes)
 
     def can_start(self, sequence: Sequence) -> bool:
@@ -103,7 +106,10 @@ class AdmissionControl:
         return min(self._limits.max_model_len, pool_tokens)
 
     def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
-        """Return the maximum length in tokens of each sample, if there are `num_samples`."""
+        """Return the maximum length in tokens of each of a request's `num_samples` samples.
+
+        If the request belongs to a session with a KV limit, all samples together must fit in it.
+        """
         longest = self.max_sequence_tokens
         limit = self._profile.session_kv_bytes
         if not (request.session_id and limit):
@@ -176,13 +182,13 @@ class AdmissionControl:
         return shares + sum(1 / self._cache.ref_count(block) for block in windows)
 
     def _queue_slots(self, num_requests: int) -> int:
-        """Return the number of free queue slots. An empty queue always has enough."""
+        """Return the number of free queue slots, at least `num_requests` if the queue is empty."""
         num_waiting = self._sequences.num_waiting
         free = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
         return free if num_waiting else max(free, num_requests)
 
     def _min_blocks(self, sequence: Sequence) -> int:
-        """Count the blocks that one of a prompt's samples needs to generate another token."""
+        """Count the blocks that one sample of a prompt needs to generate another token."""
         return sample_blocks(
             self._profile,
             len(sequence.token_ids) + 1,

@@ -32,7 +32,7 @@ until the next beams have forked from it.
 
 @dataclass(slots=True, eq=False)
 class _BeamGroup:
-    """The state of one beam search, and its requests: one per hypothesis to return, best first."""
+    """The state of one beam search and of the requests that it answers, one per hypothesis."""
 
     requests: list[EngineRequest]
     rules: BeamRules
@@ -97,14 +97,14 @@ class _BeamGroup:
         return len(self.candidates) == len(self.members)
 
     def advance(self) -> None:
-        """Advance the search by one step with the candidates of all beams."""
+        """Advance the search by one step, using the candidates that all beams have reported."""
         candidates = [self.candidates[member] for member in self.members]
         self.state = advance(self.state, candidates, self.rules, is_last=self.is_full)
         self.num_steps += 1
         self.candidates = {}
 
     def outputs(self) -> list[TokenOutput]:
-        """Return one output per request, with the best hypotheses in order."""
+        """Return one output per request. The first request gets the best hypothesis, and so on."""
         assert len(self.state.finished) >= len(self.requests), "fewer hypotheses than requests"
         pairs = zip(self.requests, self.state.finished, strict=False)
         return [self._output(request, hypothesis) for request, hypothesis in pairs]
@@ -121,7 +121,7 @@ class _BeamGroup:
         )
 
     def _candidates(self, top: TokenLogprobs) -> list[Candidate]:
-        """Build candidates from the likeliest next tokens, including the client's top logprobs."""
+        """Convert a beam's likeliest next tokens to candidates, with the logprobs to report."""
         top_ids = top.top_ids[: self.num_top_logprobs]
         top_logprobs = top.top_logprobs[: self.num_top_logprobs]
         return [

@@ -164,5 +164,5 @@ def _extensions(
 
 
 def _may_improve(best: _Extension, finished: Sequence[Hypothesis], rules: BeamRules) -> bool:
-    """Return whether the best extension, if it ended now, would be a hypothesis to keep."""
+    """Return whether the best extension, if it ended now, would be among the hypotheses to keep."""
     return len(finished) < rules.width or best.score(rules) > finished[-1].score

@@ -3,7 +3,7 @@
 import bisect
 
 _GROWTH = 1.125
-"""Ratio of adjacent histogram bucket bounds, so that estimates are at most one eighth too high."""
+"""Ratio of adjacent histogram bucket bounds. Estimates are at most one eighth too high."""
 _RESCALE_AT = 1e12
 """Weight of an observation at which all weights are scaled down, so that floats do not overflow."""
 

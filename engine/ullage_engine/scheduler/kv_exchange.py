@@ -30,14 +30,14 @@ A healthy server answers sooner even if its tiers are slow, so the timeout only 
 faulty server.
 """
 _MAX_OFFERED = 4096
-"""Number of blocks in unanswered offers at which no further blocks are offered."""
+"""Maximum number of blocks in the next offer and in all unanswered offers together."""
 _MAX_STORED = 64
 """Maximum number of blocks to copy to the host per step, so that the step is not delayed too
 much."""
 
 Place = TypeVar("Place")
-"""Location of an offered block, and the content that must still be there when the block is
-copied."""
+"""Type of an offered block's location, including the content that must still be there when the
+block is copied."""
 
 
 class Granted(NamedTuple, Generic[Place]):
@@ -78,7 +78,7 @@ class BlockOffers(Generic[Place]):
         return True
 
     def withdraw(self, chains: Collection[bytes] | None) -> None:
-        """Remove blocks that belong to these chains from the next offer, or all blocks if None."""
+        """Remove blocks of these chains from the next offer, or all blocks if `chains` is None."""
         keys = [key for key in self._new_blocks if chains is None or key[:CHAIN_BYTES] in chains]
         for key in keys:
             del self._new_blocks[key]
@@ -174,7 +174,7 @@ class KvExchange(Generic[Place]):
         return granted.stored
 
     def discard(self, chains: list[bytes] | None) -> None:
-        """Make all tiers discard the KV of these block chains, or all KV if None."""
+        """Make all tiers discard the KV of these block chains, or all KV if `chains` is None."""
         self._offers.withdraw(chains)
         self._outgoing.append(KvDamaged(chains=chains))
 
@@ -205,7 +205,7 @@ class KvExchange(Generic[Place]):
         return query
 
     def on_found(self, answer: KvFound) -> None:
-        """Record the answer to a query, or release its slots if no sequence is waiting for it."""
+        """Record a query's answer. If no sequence is waiting for it, release the answer's slots."""
         query = self._queries.get(answer.number)
         if query is None:
             self.give_back(answer.number)
@@ -213,7 +213,7 @@ class KvExchange(Generic[Place]):
             query.answer = answer
 
     def drop(self, query: KvQuery) -> None:
-        """End a query without copying anything, and have the server release its slots."""
+        """End a query without copying anything, and have the server release the answer's slots."""
         self.settle(query)
         if query.answer is not None:
             self.give_back(query.number)

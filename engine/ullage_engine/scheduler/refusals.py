@@ -107,7 +107,7 @@ def refuse_now(
 def refuse_duplicates(
     requests: list[EngineRequest], served: Container[str], pool_bytes: int
 ) -> Rejected | None:
-    """Refuse the requests if any of their ids is already being served or occurs twice."""
+    """Return a refusal if a request id is already being served or occurs twice, otherwise None."""
     ids = [request.request_id for request in requests]
     for request in requests:
         if request.request_id in served or ids.count(request.request_id) > 1:

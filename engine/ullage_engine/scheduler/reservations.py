@@ -27,7 +27,7 @@ from ullage_engine.scheduler.sequence import BlockTable, Sequence
 
 @dataclass(frozen=True, slots=True)
 class ReservationCost:
-    """What a reservation would take: blocks to reserve, and cached blocks to reuse."""
+    """The blocks that a reservation would take: blocks to reserve, and cached blocks to reuse."""
 
     hits: list[int]
     """Cached blocks that match the sequence's prefix."""

@@ -346,7 +346,11 @@ class Scheduler:
                 num_slots -= 1
 
     def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
-        """Make a plan of these chunks and the pending moves. It also reports `done` transfers."""
+        """Make a plan of these chunks and the pending moves.
+
+        Once computed, the plan also reports the transfers in `done` to the server. If it has no
+        chunks, a later plan reports them.
+        """
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
         moves = self._swap.drain(chunks)
         if self.tiers:

@@ -140,7 +140,7 @@ class Speculation:
         return len(self._drafts)
 
     def draft(self, decoding: list[Sequence], num_running: int) -> dict[Sequence, list[int]]:
-        """Return drafts by decoding sequence, omitting sequences without a draft.
+        """Return a draft for each decoding sequence that has one.
 
         Args:
             decoding: sequences that the step decodes.
@@ -224,7 +224,7 @@ class Speculation:
 
 
 def may_speculate(sequence: Sequence) -> bool:
-    """Return whether drafts are safe, because the next token depends only on the KV."""
+    """Return whether a sequence's next token depends only on the KV, so that drafts are safe."""
     request = sequence.request
     is_free = not (request.grammar or request.beam or request.sampling.is_penalised)
     return is_free and sequence.num_output >= request.min_tokens

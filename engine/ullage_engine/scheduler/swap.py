@@ -55,7 +55,7 @@ class SwapManager:
         self._swapping_in: list[Sequence] = []
 
     def copy_shared(self, table: list[int], index: int, block: int) -> list[int]:
-        """Copy a shared block of a table to `block` on the device, and return the new table."""
+        """Copy the shared block at `index` of a table to `block`, and return the new table."""
         shared = table[index]
         self._copies.append((shared, block))
         self._cache.free([shared])

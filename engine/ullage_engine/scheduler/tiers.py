@@ -55,7 +55,7 @@ class _Wait:
     longest_s: float
     """Maximum seconds to wait after all blocks before the requested ones have been computed."""
     rest_s: float
-    """Maximum seconds to wait after that for blocks that are still being loaded."""
+    """Like `longest_s`, but for blocks that the answer reports as still being loaded."""
     since: float | None = None
     is_late: bool = False
     """Whether the wait has timed out. A late answer may still supply blocks that have not been
@@ -186,7 +186,7 @@ class TierTransfers:
         self._waiting[sequence] = _Wait(query, sequence, longest_s, rest_s)
 
     def on_found(self, answer: KvFound) -> None:
-        """Record the answer to a query, or release its slots if no sequence is waiting for it."""
+        """Record a query's answer. If no sequence is waiting for it, release the answer's slots."""
         self._exchange.on_found(answer)
 
     def is_waiting(self, sequence: Sequence) -> bool:
@@ -216,7 +216,12 @@ class TierTransfers:
         return sequence in self._arriving
 
     def place(self, in_flight: Container[Sequence]) -> None:
-        """Allocate blocks to load KV into, for sequences with an answer that are not in flight."""
+        """Allocate device blocks for stored KV, for sequences whose queries have been answered.
+
+        A sequence is skipped if it is in `in_flight`, or is still computing the blocks before the
+        stored ones. If the answer says that further blocks are still being loaded, and the sequence
+        has not computed them yet, query the server for those as well.
+        """
         for wait in list(self._waiting.values()):
             query = wait.query
             answer = query.answer

@@ -234,7 +234,7 @@ class AdapterSet:
         self.set_wanted(self._read())
 
     def set_wanted(self, sections: Iterable[AdapterSection]) -> None:
-        """Load these adapters and retire all others."""
+        """Load the adapters in `sections`, and retire all others."""
         self._wanted = {section.name: section for section in sections}
 
         for name, attempt in list(self._attempts.items()):

@@ -532,7 +532,7 @@ def _engine_lost(message: str) -> ServiceError:
 
 
 async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:
-    """Wait until any of the awaitables is done, and cancel the coroutines among the others.
+    """Wait until any of the awaitables is done, and then cancel the other coroutines.
 
     Tasks and futures are not cancelled.
     """

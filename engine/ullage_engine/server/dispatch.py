@@ -68,7 +68,7 @@ class Dispatcher:
                 self._send(worker, submission)
 
     def cancel(self, worker: WorkerHandle | None, entry: JournalEntry) -> None:
-        """Cancel a sample in the worker, because the client has disconnected or has its answer."""
+        """Make the worker drop a sample whose client has disconnected or needs no more output."""
         if worker is not None and entry.submitted:
             is_answered = entry.finish is not None and entry.finish.reason == "stop"
             worker.link.post(Cancel(request_id=entry.key, is_answered=is_answered))

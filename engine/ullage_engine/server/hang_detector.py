@@ -13,9 +13,9 @@ from pathlib import Path
 from ullage_engine.server.restart_policy import RestartPolicy
 
 _RECENT_STEPS = 128
-"""Number of recent steps whose maximum duration determines how long a step may be idle."""
+"""Number of recent steps, the longest of which determines how long a step may be idle."""
 _REMEMBERED_STEPS = 1024
-"""Number of recent steps whose maximum duration determines how much CPU time a step may use.
+"""Number of recent steps, the longest of which determines how much CPU time a step may use.
 
 The window is large enough to include, most likely, steps with prompts, steps with long contexts,
 and steps during which other processes were busy on the same cores.
@@ -122,8 +122,7 @@ class HangDetector:
         self._thread_ticks: Mapping[int, int] | None = None
         """CPU time of each thread at the first check of the current silence, in kernel ticks."""
         self._busy_s = 0.0
-        """CPU time of the busiest thread since the first check of the current silence, in seconds.
-        """
+        """CPU seconds of the busiest thread since the first check of the current silence."""
 
     @property
     def is_suspect(self) -> bool:

@@ -64,7 +64,7 @@ class News:
         self._wake()
 
     def tell_from(self, due: float) -> None:
-        """Wake the reader at a time on the event loop's clock, or now if that time has passed."""
+        """Wake the reader when the event loop's clock reaches `due`, or now if it already has."""
         loop = asyncio.get_running_loop()
         if loop.time() >= due:
             self.tell()
@@ -72,11 +72,11 @@ class News:
             self._timer = loop.call_at(due, self.tell)
 
     def forget(self) -> None:
-        """Forget a wake-up that the reader has not received yet."""
+        """Discard any wake-up that the reader has not received yet."""
         self._has_come = False
 
     async def wait(self, until: float) -> bool:
-        """Wait for a wake-up until a time on the event loop's clock. Return whether one came."""
+        """Wait for a wake-up until `until` on the event loop's clock. Return whether one came."""
         if not self._has_come:
             await self._woken(until)
         has_come = self._has_come

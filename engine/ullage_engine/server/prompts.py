@@ -17,7 +17,7 @@ from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
 LONG_TEXT_CHARACTERS = 20_000
-"""Length in characters from which texts are tokenised in a thread. 10 kB take about 1 ms."""
+"""Texts of at least this many characters are tokenised in a thread. 10 kB take about 1 ms."""
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,10 @@ class SampleGroup:
             self._unfinished = list(self._returned)
 
     def _take(self, entry: JournalEntry) -> Update | None:
-        """Return the update of one sample, with the sample's index among the client's answers."""
+        """Return a sample's pending update, or None if it has none.
+
+        The update carries the sample's index among the client's answers.
+        """
         update = entry.pop_update()
         if update is None:
             return None

@@ -330,7 +330,7 @@ class InferenceService(rpc.InferenceServiceServicer):
 
 
 def _pace_of(context: Context) -> SendPace:
-    """Return how long an RPC may hold back tokens, which only multiplexed RPCs do."""
+    """Return how long an RPC's tokens may be held back. Only multiplexed RPCs hold back tokens."""
     return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 

@@ -166,7 +166,7 @@ class WorkerSupervisor:
         self._dispatcher.submit(self._worker, entries)
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Cancel a sample in the worker, because the client has disconnected or has its answer."""
+        """Make the worker drop a sample whose client has disconnected or needs no more output."""
         self._dispatcher.cancel(self._worker, entry)
 
     def limit_batch(self, share: float) -> None:

@@ -78,7 +78,7 @@ class ProfileCall:
         answer.exception()  # The caller may be gone, and asyncio would log the error.
 
     def _pop(self) -> "asyncio.Future[ProfileDone] | None":
-        """Remove the running profile. Return its future if a caller still waits for the reply."""
+        """Remove the running profile. Return its future if a caller is still waiting for it."""
         answer = self._answer
         self._answer = None
         return None if answer is None or answer.done() else answer

@@ -235,7 +235,7 @@ class WorkerHandle:
         self._step_at = now
 
     def on_submit(self) -> None:
-        """Record that the worker received a request, so that no step includes earlier idle time."""
+        """Record that the worker received a request, so that steps exclude earlier idle time."""
         if not self._has_work:
             self._has_work = True
             self._submitted_at = time.monotonic()

@@ -140,7 +140,10 @@ _GGUF_TAKEN: Mapping[str, str] = MappingProxyType(
     }
 )
 _GGUF_HARMLESS = frozenset({"sequence", "penalty_last_n"})
-"""Ignored keys. The order of samplers is fixed, and penalties always cover the whole text."""
+"""GGUF keys that are ignored.
+
+The order of samplers is fixed, and penalties always cover the whole text.
+"""
 _GGUF_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "mirostat": (0,),
@@ -217,7 +220,7 @@ def _check_neutral(key: str, value: object, neutral: tuple[object, ...]) -> None
 
 
 def _number(field: str, value: object, key: str = "") -> float | int:
-    """Return a number after checking that requests could also use this value."""
+    """Return a recommended value as a number, after checking that a request could also use it."""
     key = key or field
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GenerationError(f"{key} is {value!r}, not a number; {_REMEDY}")

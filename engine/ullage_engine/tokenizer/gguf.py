@@ -105,7 +105,7 @@ def build_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
 def _post_processor(
     metadata: Mapping[str, Value], tokenizer: Tokenizer, kind: _Kind
 ) -> processors.PostProcessor | None:
-    """Create the post-processor that adds special tokens to raw text. Return None if unneeded."""
+    """Return the post-processor that adds special tokens to raw text, or None if none are added."""
     special = special_token_ids(metadata)
     added = {
         "bos_token": _flag(metadata, "tokenizer.ggml.add_bos_token", kind.adds_bos),

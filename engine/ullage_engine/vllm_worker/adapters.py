@@ -29,7 +29,7 @@ _UNADAPTED = ("bias", "scale", "scales", "scale_inv", "zeros", "qzeros")
 _LOOK_S = 5.0
 """Interval at which a follower rereads the list of adapters, in seconds."""
 _NUMBERS_OF = {"I32": 8}
-"""How many 4-bit values a quantised format packs into one element, by dtype."""
+"""Number of 4-bit weights packed into one element of a quantised tensor, by its dtype."""
 
 
 def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:

@@ -34,7 +34,7 @@ class Backend:
 def engine_facts(
     config: EngineConfig, files: ModelFiles, weights: str, backend: Backend
 ) -> dict[str, str]:
-    """Return all facts that determine KV and answers bit for bit, unless they use an adapter.
+    """Return everything that determines KV and answers bit for bit, apart from LoRA adapters.
 
     Args:
         config: the engine's configuration.

@@ -82,7 +82,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The leader's message that tells all followers to start computing."""
 
     rank_bytes: int
-    """Device memory per rank on the leader, in bytes. Every node plans adapter slots with it."""
+    """Device memory per rank on the leader, in bytes. It determines the number of adapter slots."""
     model_version: str = ""
     """Version of the leader's model files, or "" if the model does not come from a bucket."""
 

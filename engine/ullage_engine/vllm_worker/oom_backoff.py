@@ -35,7 +35,7 @@ class Taken(msgspec.Struct, frozen=True):
 
     kv_bytes: int
     least_kv_bytes: int
-    """Size of a KV pool for one sequence of maximum length in bytes, at most `kv_bytes`."""
+    """KV bytes that one sequence of maximum length needs, but at most `kv_bytes`."""
     chunk_tokens: int = 0
     """Maximum prompt tokens per step, or 0 if prompts are not chunked."""
     least_chunk_tokens: int = 0

@@ -42,7 +42,7 @@ The second request starts while the first request is decoding.
 _OUTPUTS = (3, 2)
 """Number of output tokens for each of the probe's requests."""
 _TOP = 20
-"""How many of the most likely tokens have their log-probabilities compared.
+"""Number of most likely tokens, per output token, whose log-probabilities are compared.
 
 The tolerance is a fraction of the spread of the compared values, and too few values might have no
 spread.
@@ -128,7 +128,10 @@ class Probe:
 
 
 class ProvenCore(Protocol):
-    """Interface to the engine whose results are verified."""
+    """The methods of `bindings.VllmCore` with which this module verifies a startup's results.
+
+    This is a protocol, because this module does not import vLLM.
+    """
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
         """Run the probe's requests without keeping any of their state.
@@ -141,7 +144,11 @@ class ProvenCore(Protocol):
         """Return each rank's digests of the tensors in its memory, by tensor name."""
 
     def changed_table(self) -> str:
-        """Recompute all ranks' rotary tables. Return the name of a table that differs, or ""."""
+        """Recompute all ranks' rotary tables, and compare them with the tables in memory.
+
+        Returns:
+            The name of a table that differs, or "" if none differs.
+        """
 
 
 def proof_file(
@@ -215,7 +222,7 @@ def _proofs(tensors: Sequence[dict[str, str]], outputs: Iterable[CoreOutput]) ->
 
 
 def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
-    """Return the log-probabilities of each token, or the values of an embedding."""
+    """Return a row of log-probabilities for each token, or of values for each embedding."""
     rows: list[list[float]] = []
     for output in outputs:
         if output.embedding:
@@ -245,7 +252,9 @@ def _is_table(name: str, buffer: torch.Tensor) -> bool:
 
 
 def changed_table(model: torch.nn.Module, dtype: torch.dtype) -> str:
-    """Recompute a model's rotary tables as vLLM does at startup, and compare them bit for bit.
+    """Recompute a model's rotary tables as vLLM does, and compare them with those in memory.
+
+    The tables must match bit for bit.
 
     Args:
         model: the loaded model.

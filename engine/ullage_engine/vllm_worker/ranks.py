@@ -51,7 +51,11 @@ class WorkerExtension:
         return digest_model(runner.get_model(), with_weights=with_weights)
 
     def ullage_changed_table(self) -> str:
-        """Recompute this rank's rotary tables. Return the name of a table that differs, or ""."""
+        """Recompute this rank's rotary tables, and compare them with the tables in memory.
+
+        Returns:
+            The name of a table that differs, or "" if none differs.
+        """
         from ullage_engine.vllm_worker.proof import changed_table
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -82,7 +86,7 @@ class WorkerExtension:
         return int(self.init_snapshot.free_memory)  # type: ignore[attr-defined]
 
     def ullage_blank_slots(self) -> int:
-        """Zero this rank's empty adapter slots to make them resident, and return their bytes."""
+        """Zero this rank's empty adapter slots, to make them resident. Return their total bytes."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         num_bytes = {}  # by address, since tensors may share storage
         for module in runner.get_model().modules():
@@ -120,7 +124,7 @@ class WorkerExtension:
         return ""
 
     def ullage_follow_resumed(self) -> None:
-        """Make the model runner treat a resumed request's earlier output as its own."""
+        """Make the CPU model runner include a resumed request's earlier output in its state."""
         # Slow to import. A follower's first process manages vLLM's processes and does not compute.
         import torch
 

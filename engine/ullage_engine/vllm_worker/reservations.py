@@ -230,7 +230,7 @@ class Reservations:
         self._known_committed = self._known_reclaimable = None
 
     def _due(self, request_id: str, num_blocks: int) -> float:
-        """Return how many of a request's reserved blocks it does not hold yet."""
+        """Return how many blocks are reserved for a request that it does not hold yet."""
         held = self._blocks.num_held(request_id)
         if not held and (prefix := self._prefixes.get(request_id)):
             held = prefix.num_held

@@ -434,7 +434,7 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
 
 
 def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict[str, str]:
-    """Return all facts that determine answers bit for bit, unless they use an adapter.
+    """Return everything that determines answers bit for bit, apart from LoRA adapters.
 
     Args:
         core: vLLM's engine.

@@ -1,7 +1,7 @@
 """Upper bound on the duration of a vLLM step, from which the server detects hangs."""
 
 _ATTENTION_COST = 4.0
-"""How many times as long attention takes as matmuls with the same number of operations.
+"""Duration of attention, relative to matmuls with the same number of operations.
 
 On CPUs, attention kernels are slower than matmuls.
 """

@@ -67,7 +67,7 @@ class StepMetrics:
             self.events.note_step(seconds, num_parts, num_decodes + num_prompts, num_prompts)
 
     def observe_prefix(self, sequence: VllmSequence, num_cached_tokens: int) -> int:
-        """Count a prompt's cached tokens once per sequence, and return their number."""
+        """Return how many of a prompt's tokens were cached. Each sequence is counted only once."""
         if sequence.num_cached_tokens is None:
             num_prompt = sequence.request.num_prompt_tokens
             sequence.num_cached_tokens = min(num_prompt, num_cached_tokens)

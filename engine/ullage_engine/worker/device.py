@@ -195,7 +195,7 @@ def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) 
 
 
 def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
-    """Return the configuration with the given CPU memory budget, or unchanged if it is None."""
+    """Return the configuration with this CPU memory budget. None leaves it unchanged."""
     if device_bytes is None:
         return config
     memory = msgspec.structs.replace(config.memory, device_bytes=device_bytes)
@@ -284,7 +284,7 @@ class MemoryMeter:
         return names_of({pid: size for pid, size in listed.items() if pid != self._pid})
 
     def free_bytes(self) -> int:
-        """Return the device's free bytes. On a CPU, return the container's."""
+        """Return the free bytes of the GPU, or of the container if the device is a CPU."""
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_bytes()
@@ -435,7 +435,7 @@ class Workspace:
         return self._take_back() and self._meter.free_bytes() >= _FREE_FOR_LIBRARIES
 
     def _take_back(self) -> bool:
-        """Make the allocator reserve as much memory as at startup. Return whether that succeeds."""
+        """Make the allocator reserve as much memory as at startup. Return whether it succeeded."""
         lost = self._reserved - self._meter.reserved_bytes() - _SMALL_SEGMENTS
         try:
             if lost > 0:

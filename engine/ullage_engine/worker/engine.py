@@ -3,7 +3,7 @@
 One step, from the worker's loop to the tensor operations and back:
 
     Worker.run                              worker/loop.py
-      _take_messages                          Submit and Cancel from the server, by the Unix socket
+      _take_messages                          Submit and Cancel from the server over the Unix socket
       EngineCore.submit_group               worker/engine.py
         Scheduler.submit_group                scheduler/scheduler.py
           AdmissionControl.submit               scheduler/admission.py: admit or refuse by KV bytes

@@ -72,7 +72,10 @@ def digest_of_json(value: object) -> str:
 
 
 def processor_of(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor model, on which the choice of kernels and the summation order depend."""
+    """Return the GPU's name, or the result of `cpu_kind` if the device is a CPU.
+
+    The choice of kernels and the summation order depend on it.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_kind(cpuinfo)

@@ -63,7 +63,7 @@ class _Progress:
     def allowed(self, chunk: Chunk) -> bytes:
         """Return a bit mask of the tokens that may follow a chunk.
 
-        The answer may only have grown since the previous call.
+        Between calls, the answer may only grow.
 
         Raises:
             GrammarError: the grammar has become too complex.

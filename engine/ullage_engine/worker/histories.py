@@ -24,7 +24,7 @@ A running request is in every plan, or in one out of N consecutive plans if N pl
 
 
 class _Recent(Generic[T]):
-    """Values stored per recently planned request. Both ranks evict the same requests."""
+    """Stores a value for each recently planned request. Both ranks evict the same requests."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -39,7 +39,7 @@ class _Recent(Generic[T]):
             self._kept.popitem(last=False)
 
     def pop(self, request_id: str, default: T) -> T:
-        """Remove and return the value of a request, or return `default`."""
+        """Remove and return the value of a request, or return `default` if there is none."""
         return self._kept.pop(request_id, (default, 0))[0]
 
     def keep(self, request_id: str, value: T) -> None:

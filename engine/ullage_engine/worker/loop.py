@@ -137,7 +137,7 @@ class Link:
             raise ServerGoneError from error
 
     def receive(self, timeout_s: float) -> ToWorker | None:
-        """Return the next message, or None if no message arrives in time.
+        """Return the next message, or None if no message arrives before the timeout.
 
         Raises:
             ServerGoneError: the server has closed the socket.
@@ -249,7 +249,7 @@ class StartedEngine(Protocol):
         """Memory reservations of all ranks together."""
 
     def state(self) -> WorkerState:
-        """Measure memory and load, and end sessions that have been idle for too long."""
+        """End sessions that were idle for too long, and return current memory usage and load."""
 
     def ready(self, state: WorkerState) -> Ready:
         """Return the message that describes the model, the worker and its initial state."""
@@ -519,7 +519,7 @@ class Worker:
         self._log_at = self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
-        """Return the current state and pressure level, and adjust the batch size accordingly."""
+        """Return the worker's state and pressure level, and adjust the batch size accordingly."""
         state = self._pressure.judge(self._started.state())
         if self._profile:
             self._profile.on_state(state)

@@ -251,7 +251,10 @@ class RankProcesses:
         return [answer for answer in answers.values() if isinstance(answer, Done)]
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
-        """Return the error that ranks report before the timeout, or None. Discard other answers."""
+        """Return the error that ranks report before the timeout, or None if they report none.
+
+        Other answers are discarded.
+        """
         deadline = time.monotonic() + timeout_s
         failed = dict[int, Failed]()
 
@@ -270,7 +273,7 @@ class RankProcesses:
                 return rank_failed(failed) if failed else None
 
     def wait_sampled(self, rank: int) -> Sampled:
-        """Wait for the tokens of the oldest step that has not been collected yet.
+        """Wait until a rank sends the tokens of the oldest step not collected yet.
 
         Raises:
             GroupLostError: the rank has exited or has sent a different answer.
@@ -433,7 +436,7 @@ class DistributedRunner:
         self._processes.wait_done()
 
     def _begin(self, plan: StepPlan) -> list[SampledToken]:
-        """Send a plan to every rank, and compute rank 0's part. Return tokens sampled on rank 0."""
+        """Send a plan to every rank, compute rank 0's part, and return the tokens sampled there."""
         unsampled = Execute(for_rank(plan, None))
         for rank in self._processes.ranks:
             is_sampling = rank == self._sampling_rank

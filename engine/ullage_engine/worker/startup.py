@@ -94,7 +94,10 @@ class Started:
     """Duration of the longest step in seconds, measured at startup."""
 
     def state(self) -> WorkerState:
-        """Measure memory and load, end idle sessions, and withhold KV memory that others took."""
+        """End idle sessions, and return the current memory usage and load.
+
+        If other processes have taken memory, compensate by withholding KV from new requests.
+        """
         engine = self.engine
         scheduler = self.engine.scheduler
         missing = self.free_memory.missing_bytes()
@@ -218,7 +221,10 @@ def _start_error(error: BaseException, processes: RankProcesses) -> Exception | 
 
 
 def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -> Started:
-    """Start all ranks phase by phase. All ranks finish a phase before any begins the next."""
+    """Start all ranks phase by phase, and return the loaded engine.
+
+    All ranks finish a phase before any of them begins the next.
+    """
     own.load()
     if any(answer.weights_key != own.weights_key for answer in processes.wait_done()):
         # The source may have changed meanwhile. The next start maps one file for all ranks.
@@ -376,7 +382,7 @@ def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
 
 
 def _profile(own: RankStartup, num_blocks: int) -> MemoryProfile:
-    """Return what requests cost in memory, for admission control and the router."""
+    """Return the memory profile, which tells admission and the router how much requests cost."""
     limits = own.limits
     runner = own.runner
 

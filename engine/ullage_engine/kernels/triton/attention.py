@@ -159,7 +159,9 @@ LOG2_E = math.log2(math.e)
 def own_share(
     base: tl.tensor, length: tl.tensor, split: tl.tensor, splits: tl.tensor, SPAN: tl.constexpr
 ) -> tl.tensor:
-    """Return the positions (begin, end) of one split of the context from `base` to `length`.
+    """Return the range (begin, end) of positions that one split of a context covers.
+
+    The context consists of the positions from `base` to `length`.
 
     Each split begins a multiple of SPAN positions after `base`.
     """

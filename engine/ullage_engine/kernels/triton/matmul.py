@@ -73,7 +73,7 @@ def multiply_packed(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Accumulate into `summed` the product of x and weights that are packed two per byte.
+    """Return `summed` plus the product of x and weights that are packed two per byte.
 
     Even and odd columns of x are multiplied separately, because splitting x is cheaper than
     interleaving the weights.
@@ -122,7 +122,7 @@ def multiply_bytes(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Accumulate into `summed` the product of x and weights that are stored one per element.
+    """Return `summed` plus the product of x and unpacked weights, which take one element each.
 
     If a column has a single scale, it is applied once at the end.
     """

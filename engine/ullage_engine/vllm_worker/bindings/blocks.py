@@ -26,7 +26,7 @@ class _Prefix:
 
         Args:
             groups: cached blocks of each cache group.
-            slides: whether sequences move past the blocks of each cache group, as they do with
+            slides: for each cache group, whether a sequence gives up blocks as it grows, as with
                 sliding windows and recurrent states.
         """
         pairs = list(zip(groups, slides, strict=True))
@@ -49,7 +49,7 @@ class _Prefix:
 
 
 def _shares(blocks: Iterable[KVCacheBlock]) -> float:
-    """Count blocks fractionally: a block that n requests share counts as 1/n."""
+    """Return the number of blocks, counting a block that n requests share as 1/n."""
     return sum(1 / int(each.ref_cnt) for each in blocks if not each.is_null)
 
 

@@ -228,7 +228,7 @@ class RankPart:
 
 
 def _apart(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the KV tensors without duplicates, because several layers may share one tensor."""
+    """Return each distinct KV tensor once, because several layers may share a tensor."""
     return list({each.data_ptr(): each for each in kv_caches}.values())
 
 
@@ -294,7 +294,11 @@ def part_format(worker: Any) -> tuple[int, list[str]]:
 
 
 def cut_slots(_worker: Any, block_bytes: int) -> None:
-    """Divide a rank's shared memory into slots of `block_bytes`, a block's size over all ranks."""
+    """Divide the host tier's shared memory, as mapped by one rank, into slots.
+
+    Args:
+        block_bytes: size of a slot in bytes, which holds one block's data from all ranks.
+    """
     connector = get_kv_transfer_group()
     assert isinstance(connector, TierConnector)
     assert connector.part is not None, "nothing is copied"

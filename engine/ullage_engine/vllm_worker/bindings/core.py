@@ -79,7 +79,7 @@ _NOT_CHOSEN = {
     *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_CI_ENV"),
     *("VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"),
 }
-"""Variables that `environment` ignores: thread placement, and those Ullage or vLLM set."""
+"""Variables that `environment` omits, because Ullage or vLLM sets them or they place threads."""
 _NOTICED_WITHIN_S = 2.0
 """Seconds to wait after a failed step for vLLM to notice that a rank has exited."""
 
@@ -161,7 +161,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def resolve_dtype(name: str) -> str:
-    """Return the dtype of the weights. "auto" means bfloat16 if the device supports it."""
+    """Return the dtype of the weights. "auto" means bfloat16, or float32 on CPUs without it."""
     if name != "auto":
         return name
     fast = not is_cpu() or cpu_computes_bfloat16()
@@ -691,7 +691,7 @@ class VllmCore:
         raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
 
     def _drop_prefixes(self) -> None:
-        """Clear the prefix cache as soon as no request holds any blocks."""
+        """Compute steps until no request holds any blocks, and then clear the prefix cache."""
         if not self.has_prefix_cache:
             return
         for _ in range(_PROBE_STEPS):
@@ -708,7 +708,11 @@ class VllmCore:
         return by_rank
 
     def changed_table(self) -> str:
-        """Recompute all ranks' rotary tables. Return the name of a table that differs, or ""."""
+        """Recompute all ranks' rotary tables, and compare them with the tables in memory.
+
+        Returns:
+            The name of a table that differs, or "" if none differs.
+        """
         return next(filter(None, self._executor.collective_rpc("ullage_changed_table")), "")
 
     def check_ranks(self) -> None:
@@ -752,7 +756,7 @@ def _has_tokens(
 
 
 def _field_of(error: Exception) -> str:
-    """Return the name of the request field that caused vLLM's error."""
+    """Return the request field that vLLM's error names, or "request" if it names none."""
     return str(getattr(error, "parameter", None) or "request")
 
 

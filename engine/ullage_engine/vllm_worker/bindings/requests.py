@@ -51,7 +51,7 @@ class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class GrammarMasks:
-    """The part of vLLM's grammar backend that allocates token masks."""
+    """Replaces vLLM's grammar backend, which is needed only to allocate token masks."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -63,7 +63,13 @@ class GrammarMasks:
 
 
 def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
-    """Return arguments for vLLM's `SamplingParams`. `max_tokens` must count earlier output too."""
+    """Return the arguments for vLLM's `SamplingParams`.
+
+    Args:
+        request: the request.
+        max_tokens: maximum number of output tokens, including those that a resumed request
+            already has.
+    """
     sampling = request.sampling
     extra = dict[str, Any]()
     if sent := request.token_ids[request.num_prompt_tokens :]:
@@ -151,6 +157,6 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
 
 
 def unmatched(reason: str) -> str:
-    """Return the message for a client whose request's grammar failed because of `reason`."""
+    """Return the error message for the client of a request whose grammar failed."""
     line = " ".join(reason.split())[:300]
     return f"the grammar cannot be followed: {line}; simplify it"
