@@ -1,4 +1,4 @@
-"""Defines `Call`, the request that the router's stages pass along, and its answer's streams."""
+"""Defines `Call`, the request that pipeline stages pass along, and the streams of its answer."""
 
 import asyncio
 import contextlib
@@ -191,7 +191,7 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     The field is set once the request's permissions and quota have been checked.
     """
     hands_on: bool = False
-    """Whether the request continues with the next cascade step if it is refused here."""
+    """Whether the next cascade step gets the request if this service refuses it."""
     side: Side = Side.STABLE
     """The side of the rollout, stable or canary, that was chosen for the request."""
     prompt: Prompt = NOT_RENDERED
@@ -236,7 +236,9 @@ class ResponseStream(Protocol):
         """Return the number of tokens read so far, or the engine's final count at the end."""
 
     def events(self) -> AsyncIterator[Event]:
-        """Yield Delta events (and SampleFinished events, for several samples), then Finished.
+        """Yield the events of the answer, the last of which is Finished.
+
+        The other events are Delta and, for several samples, SampleFinished.
 
         Raises:
             ServiceError: the engine failed after tokens were sent.

@@ -269,7 +269,7 @@ def deadline(timeout_s: float) -> ServiceError:
 def unknown_model(
     name: str, served: str, adapters: Iterable[str] = (), allowed: Collection[str] = ()
 ) -> ServiceError:
-    """Return the error for a request that names an unknown model, listing the names it may use.
+    """Return the error for a request that names an unknown model. It lists the allowed names.
 
     Args:
         name: The requested name.
@@ -360,7 +360,10 @@ def internal(request_id: str = "") -> ServiceError:
 
 
 def console_busy(message: str) -> ServiceError:
-    """Return the error for a console with too many readers, or already running an overload."""
+    """Return the error for a console request that is refused because the console is in use.
+
+    Either too many readers are watching the console, or a test overload is already running.
+    """
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED, "CONSOLE_BUSY", message, retry_after_s=MAX_RETRY_AFTER_S
     )

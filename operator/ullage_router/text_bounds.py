@@ -1,8 +1,8 @@
 """Computes lower bounds on token counts, and splits long texts without changing their tokens.
 
-Both are derived from the tokenizer when its model is loaded. If the lower bound shows that a text
-cannot fit in the context, the text is refused before it is tokenised. Other long texts are
-tokenised in chunks (`pieces`) of limited size.
+The bounds and the rules for splitting are derived from the tokenizer when its model is loaded. If
+the lower bound shows that a text cannot fit in the context, the text is refused before it is
+tokenised. Other long texts are tokenised in chunks (`pieces`) of limited size.
 """
 
 import json
@@ -68,7 +68,10 @@ class TokenBound:
     """Whether to count words instead of characters, because no token spans two words."""
 
     def fewest(self, text: str) -> int:
-        """Return a lower bound on the text's number of tokens, taking about 3 ms per megabyte."""
+        """Return a lower bound on the text's number of tokens.
+
+        This takes about 3 ms per megabyte.
+        """
         if self.counts_words:
             return sum(map(_num_words, _slices(text)))
         letters = marks = others = 0

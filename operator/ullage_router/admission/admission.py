@@ -50,7 +50,7 @@ NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
 
 
 class NotOnCanary(Exception):
-    """Raised if the canary cannot run the request unmodified right now, so a stable engine must."""
+    """Raised if no canary engine can run the request unmodified now, so a stable engine must."""
 
 
 @dataclass(slots=True, eq=False)
@@ -313,7 +313,11 @@ class Admission:
         return self._balancer.cache_key(name, token_ids, call.tenant.name, call.adapter)
 
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
-        """Reserve memory, leave the queue, and enter the prefill window if the request may move."""
+        """Reserve memory on the chosen engine, and return the reservation.
+
+        The request leaves the queue. If it may still move to another engine, it may first have to
+        wait in the prefill window.
+        """
         engine = self._engines.at(run.engine)
         prompt = request.prompt
         available = engine.available
@@ -336,7 +340,7 @@ class Admission:
         return reservation
 
     async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
-        """Drop conversation turns to shorten the prompt as decided, at most once per prompt."""
+        """Try to shorten the prompt by dropping conversation turns, at most once per prompt."""
         call = request.call
         prompt = request.prompt
         call.decisions.change(action="shrink", reason=shrink.reason)

@@ -259,7 +259,7 @@ class RequestQueue:
         return head.num_passed >= self._section.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
-        """Yield the subqueue heads that come before a request and may use any of its engines."""
+        """Yield the heads before a request that can use every engine that the request can use."""
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:

@@ -108,7 +108,10 @@ class ColdStartQueue:
                 _resolve(futures, True)
 
     def refuse_with(self, error: ServiceError | None) -> None:
-        """Refuse all requests with an error, including held ones, or accept them again if None."""
+        """Refuse all requests with this error, including held ones.
+
+        If the error is None, accept requests again.
+        """
         self._refusal = error
         if error:
             self._requested.clear()
@@ -125,7 +128,10 @@ class ColdStartQueue:
             _resolve(futures, False)
 
     async def wait_until_wanted(self, pools: Iterable[str], within_s: float) -> None:
-        """Wait until a pool is in demand, `within_s` has elapsed, or the router is closing."""
+        """Wait until there is demand for a pool, but for at most `within_s` seconds.
+
+        The wait also ends when the router shuts down.
+        """
         end = time.monotonic() + within_s
         while not self.is_closed and not any(map(self.wanted, pools)):
             self._changed.clear()
@@ -288,7 +294,7 @@ class ScaleToZero:
                 return
 
     def as_json(self) -> dict[str, object]:
-        """Return the held requests and the empty pools for /stats."""
+        """Return the empty pools, each pool's demand and the state of the queue, for /stats."""
         wanted = {pool: self.queue.wanted(pool) for pool in self.pools}
         return {"asleep": sorted(self.scaled_to_zero), "wanted": wanted, **self.queue.as_json()}
 

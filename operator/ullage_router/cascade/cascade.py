@@ -114,7 +114,11 @@ class Cascade:
         return answer
 
     def handler_of(self, step: int, own: Handler) -> Handler:
-        """Return the handler that runs a step: another service's router, or `own`."""
+        """Return the handler that runs a step.
+
+        This is `own` if the step runs on this service's engines. Otherwise, the handler sends the
+        request to another service's router.
+        """
         return self._peers[step].ask if step in self._peers else own
 
     def on_end(self, attempt: Attempt) -> None:

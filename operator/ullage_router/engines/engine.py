@@ -165,7 +165,7 @@ class Engine:
         self._reported_at = 0.0
         self._is_connected = False
         self._loss = ""
-        """Why no reports arrive (empty while they do)."""
+        """Why the engine's reports have stopped arriving (empty while they arrive)."""
         self._releases: tuple[Release, ...] = ()
         self._step_seconds: tuple[float, ...] = ()
         self._reported_backlog = 0
@@ -227,7 +227,10 @@ class Engine:
 
     @property
     def has_numerics(self) -> bool:
-        """Whether the engine has been ready and is still present, so that its numerics count."""
+        """Whether the engine has been ready and is still present.
+
+        Only the numerics of such engines are compared.
+        """
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
         # A ready engine without a digest has an earlier release.
@@ -245,12 +248,12 @@ class Engine:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the engine has failed lately, and may not have many requests at once."""
+        """Whether the engine failed recently, so that its number of requests is limited for now."""
         return self.breaker.limit is not None
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether the engine has failed lately, and has as many requests as it may get for now."""
+        """Whether the engine failed recently, and has as many requests as it may have for now."""
         limit = self.breaker.limit
         return limit is not None and self.inflight >= limit
 
@@ -441,7 +444,10 @@ class Engine:
         return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Return one caller's unpaid reservations here, and those of all callers combined."""
+        """Return how much of the engine is reserved for free, by one caller and by all together.
+
+        Once the engine's reports include a request, its reservation no longer counts.
+        """
         return self._credit.held(holder), self._credit.held_by_all
 
     def reserve(
@@ -599,7 +605,13 @@ class Engine:
         self.adapters = frozenset(adapter.name for adapter in self.described_adapters)
 
     def numerics_of(self, adapter: str) -> str:
-        """Return the numerics fingerprint, combined with the exact adapter if one is named."""
+        """Return the fingerprint of the engine's numerics for the base model or for an adapter.
+
+        An adapter's fingerprint also identifies the exact version of the adapter.
+
+        Args:
+            adapter: name of the adapter, or empty for the base model.
+        """
         return with_adapter(self.numerics.digest, self._adapter_keys.get(adapter, ""))
 
     async def _fetch_model(self) -> None:

@@ -1,4 +1,4 @@
-"""Builds each model that engines describe once, and shares it between engines."""
+"""Builds each model only once, and shares it between the engines that describe it."""
 
 import asyncio
 from collections.abc import Callable

@@ -51,7 +51,11 @@ class StreamLoss:
         self._counted: set[str] = set()
 
     def is_first(self, account: str) -> bool:
-        """Return True the first time that `account` counts this loss, and False afterwards."""
+        """Count the loss for a purpose, and return whether this is the first time.
+
+        Args:
+            account: the purpose, such as `breaker` or `retries`.
+        """
         is_first = account not in self._counted
         self._counted.add(account)
         return is_first

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class App:
-    """Answer every request, including requests that the server could not parse.
+    """Answers every request, including requests that the server could not parse.
 
     The path, the method and the API key are checked before the body is read.
 
@@ -177,7 +177,7 @@ def _sampling_defaults(model: Model) -> dict[str, float]:
 
 
 def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[str, Endpoint]]:
-    """Return endpoints by path and method. A path with a trailing slash matches its subtree."""
+    """Return the endpoints by path and method. A path with a trailing slash matches its subtree."""
     pages = _SmallPages(service)
     chat = GenerateEndpoint(service, CHAT)
     completion = GenerateEndpoint(service, COMPLETION)

@@ -29,9 +29,9 @@ from ullage_router.http.messages import REFUSAL, ASGIApp, Headers, Message, Scop
 MAX_PIPELINED = 16
 """Number of pipelined requests that may wait for earlier replies before parsing stops."""
 PARSED_BYTES = 4 << 10
-"""Maximum number of bytes parsed at a time, so that few requests are parsed at once."""
+"""Maximum bytes passed to the parser at a time. More bytes could contain many requests."""
 WRITE_BUFFER_BYTES = 16 << 10
-"""Number of unread reply bytes at which the next reply waits for the client.
+"""Number of unsent reply bytes above which sending waits for the client to read.
 
 This process and the kernel may each buffer this many bytes.
 """

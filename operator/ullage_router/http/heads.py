@@ -14,7 +14,7 @@ _RARE = frozenset({b"transfer-encoding", b"content-encoding", b"expect"})
 
 
 def head_error(version: str, headers: Headers) -> ServiceError | None:
-    """Return the error in a request head, or None if the head is valid.
+    """Return the error to send for an invalid request head, or None if the head is valid.
 
     Args:
         version: The HTTP version, such as `1.1`.

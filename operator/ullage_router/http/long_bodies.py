@@ -42,7 +42,7 @@ class BodyTurn:
     idle_s: float = 0.0
     """Seconds spent waiting for the client so far, reduced by each byte that has arrived."""
     idle_since: float | None = None
-    """When the current wait for the body's bytes began, on the event loop's clock, or None."""
+    """Start of the current wait for the client, on the event loop's clock. None if not waiting."""
     timeout: asyncio.Timeout | None = None
     is_lost: bool = False
 

@@ -33,7 +33,7 @@ This keeps foreign web pages out, because browsers let a page send text and form
 any server without a CORS preflight.
 """
 REFUSAL = "ullage.refusal"
-"""ASGI scope key of the ServiceError that the connection detected in the request."""
+"""Key in the ASGI scope under which the connection stores a bad request's ServiceError."""
 MAX_DISCARDED_BYTES = 64 << 10
 """Maximum bytes of an unread body to discard. If the body is longer, the connection closes."""
 
@@ -78,9 +78,9 @@ class Request:
         self._has_failed = False
         self._taken_bytes = 0
         self._turn: BodyTurn | None = None
-        """A long body's turn to be received, or None."""
+        """The current turn of a long body to be received, if any."""
         self._handled: BodyTurn | None = None
-        """A long body's turn to be converted to a prompt, or None."""
+        """The current turn of a long body to be converted to a prompt, if any."""
         self._tenant = ""
 
     @property
@@ -330,7 +330,7 @@ Routes = Mapping[str, Mapping[str, Endpoint]]
 
 
 def asgi(serve: Endpoint, limits: HTTPLimits) -> ASGIApp:
-    """Return an ASGI application that answers with `serve`.
+    """Return an ASGI application that calls `serve` to answer each request.
 
     The server cancels the application's task when the client disconnects.
     """

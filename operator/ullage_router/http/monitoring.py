@@ -27,7 +27,7 @@ from ullage_router.server.load_report import LoadReporter
 WAIT_S = 10.0
 """Maximum number of seconds that /measures/wait waits before it replies."""
 ANSWER_TIMEOUT_S = 2.0
-"""Seconds that open page requests get to finish when the router stops."""
+"""Seconds that open requests on the metrics port have to finish when the router stops."""
 JSON = "application/json"
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ Page = Callable[[], Awaitable[tuple[str, bytes]]]
 
 
 class Pages:
-    """Answer every request with one of the pages. Unknown paths return /metrics.
+    """Answers every request with one of the pages. Unknown paths return /metrics.
 
     Args:
         pages: The pages by path.

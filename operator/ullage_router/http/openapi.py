@@ -41,7 +41,10 @@ REFUSING: tuple[type[Unsupported | EmbeddingsRequest], ...] = (
     CompletionRequest,
     EmbeddingsRequest,
 )
-"""Request bodies with unsupported fields, which are refused if their value has an effect."""
+"""Types of request bodies that have unsupported fields.
+
+A request is refused if it sets such a field to a value that has an effect.
+"""
 
 
 def refused_fields(body: type[Unsupported | EmbeddingsRequest]) -> tuple[str, ...]:
@@ -75,7 +78,7 @@ ANY_REQUEST = {
     501: "The transfer encoding is not supported.",
     505: "The version of HTTP is not supported.",
 }
-"""Descriptions of the statuses that every request may return."""
+"""Descriptions, by HTTP status, of the errors that any request may get."""
 WITH_KEY = {
     401: "The key is missing or wrong.",
     429: "The request does not fit now, or a quota is spent.",
@@ -116,7 +119,7 @@ class Operation:
     events: tuple[type, ...] = ()
     """Event types of the response's stream (empty if the response is never a stream)."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Descriptions of the statuses that this operation may return in addition to ANY_REQUEST."""
+    """Descriptions, by HTTP status, of this operation's errors in addition to ANY_REQUEST."""
     headers: tuple[str, ...] = ()
     """Headers that the request may have."""
     more: Mapping[int, Any] = field(default_factory=dict)

@@ -45,7 +45,7 @@ _PREFLIGHT_S = b"600"
 
 
 class OriginGuard:
-    """Refuse requests from foreign web pages, and add the CORS headers to responses.
+    """Refuses requests from foreign web pages, and adds the CORS headers to responses.
 
     Args:
         serve: Serves all other requests.

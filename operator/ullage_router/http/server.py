@@ -22,7 +22,7 @@ SHUTDOWN_TIMEOUT_S = 2.0
 
 
 class HTTPServer:
-    """Serve HTTP/1.1 on sockets that are already bound.
+    """Serves HTTP/1.1 on sockets that are already bound.
 
     uvicorn's own `Server` is not used, because it has no time limit for TLS handshakes and cannot
     send clients to another process before it stops.

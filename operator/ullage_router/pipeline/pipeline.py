@@ -184,7 +184,7 @@ class RequestStages:
         return prompt
 
     def _expected_output(self, call: Call) -> int:
-        """Return the output tokens to charge in advance for all of the request's answers."""
+        """Return how many output tokens to charge in advance for all of the request's answers."""
         if call.request.embed:
             return 0
         limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)
@@ -226,7 +226,9 @@ class RequestPipeline:
     async def serve(
         self, call: Call, cancelled_by: Callable[[], ServiceError | None] = lambda: None
     ) -> AsyncIterator[ResponseStream]:
-        """Serve a call, and provide its answer from the first token until the `with` block exits.
+        """Serve a call, and yield its answer to the `with` block once the first token has arrived.
+
+        The answer is closed when the block exits.
 
         Args:
             cancelled_by: returns the error if another request caused the cancellation, or None if

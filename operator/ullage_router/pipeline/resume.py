@@ -70,7 +70,10 @@ class Resumer:
 
     @contextlib.contextmanager
     def alone(self, reservation: Reservation) -> Iterator[None]:
-        """Keep other suspects away from the reserved engine inside the `with` block.
+        """Mark the reserved engine as running a suspect, for the duration of the `with` block.
+
+        A suspect is a request that may have crashed engines. No other suspect may run on the engine
+        meanwhile.
 
         Raises:
             _SuspectThere: the engine is already running a suspect. The reservation was released.
@@ -171,10 +174,11 @@ class Takeover:
                 error = another.error
 
     async def _on_next_engine(self) -> tuple[Reservation, EngineStream]:
-        """Wait until an engine continues the answer.
+        """Wait until an engine continues the answer, and return its reservation and its stream.
 
-        A suspect is sent only to an engine that runs no other suspect. The time spent waiting for
-        such an engine does not count towards the time limit between two tokens.
+        A request that may have crashed engines (a suspect) is sent only to an engine that runs no
+        other suspect. The time spent waiting for such an engine does not count towards the time
+        limit between two tokens.
 
         Raises:
             _EngineLost: an engine failed before it sent another token.
@@ -196,7 +200,8 @@ class Takeover:
         """Try to resume the answer on one engine, or return None if no engine accepts it now.
 
         Raises:
-            _SuspectThere: the engine is already running another suspect.
+            _SuspectThere: the engine is already running another request that may have crashed
+                engines.
             _EngineLost: the engine failed before it sent another token.
         """
         if not self._admission.has_engine:

@@ -49,7 +49,7 @@ class PrefillTask:
 
 
 def balance(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
-    """Assign each task to an engine, and return the engine keys.
+    """Assign each task to an engine, and return one engine key per task.
 
     Tasks stay on their current engines unless moving them reduces the work of the busiest engine.
 
@@ -83,7 +83,10 @@ def critical_path(
 
 
 def _longest_first(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list[str]:
-    """Place tasks, longest first, and return their engines (empty if any task does not fit)."""
+    """Assign tasks to engines, starting with the longest task.
+
+    Return one engine key per task, or an empty list if any task does not fit.
+    """
     total = {engine.id: engine.work for engine in engines}
     room = {engine.id: engine.room for engine in engines}
     placement = [""] * len(tasks)

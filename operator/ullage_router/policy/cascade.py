@@ -174,7 +174,10 @@ def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
 
 
 def difficulty(features: Features, policy: HeuristicsSection) -> int:
-    """Count the signs of a hard prompt. Each one makes it start at the next larger model."""
+    """Count the signs of a hard prompt.
+
+    For each sign, the request starts one model further up the cascade.
+    """
     signs = (
         0 < policy.prompt_characters < features.characters,
         0 < policy.turns < features.turns,

@@ -116,7 +116,7 @@ class CreditBook:
 
         self._held: dict[str, Held] = {}
         self.held_by_all = NOTHING_HELD
-        """Totals of all callers' uncharged reservations."""
+        """Totals of the uncharged reservations of all callers of `Pick`."""
 
     @property
     def reports(self) -> int:
@@ -162,7 +162,7 @@ class CreditBook:
         return limits[0][0] if limits else math.inf
 
     def held(self, holder: str) -> Held:
-        """Return the totals of one caller's uncharged reservations."""
+        """Return the totals of the uncharged reservations of one caller of `Pick`."""
         return self._held.get(holder, NOTHING_HELD)
 
     def reserve(

@@ -95,7 +95,8 @@ def decide_among(
             without a usable engine is represented by any of its engines.
 
     Returns:
-        None if the sample is not enough. The caller must then call `decide` with every engine.
+        A decision to run the request, or None if the sample is not enough. In that case, the
+        caller must call `decide` with every engine.
     """
     able = [e for e in sample if room_of(facts, e) >= facts.min_tokens]
     if not able:
@@ -149,7 +150,7 @@ class _LadderRun:
     home_reason: str
 
     def first_that_fits(self) -> NextStep:
-        """Run the request at home if possible. Otherwise, use the first fallback that works."""
+        """Decide to run the request at home if possible, or else use the first working fallback."""
         if not any(e.standing is not EngineState.UNUSABLE for e in self.engines):
             return self._unavailable()
         if run := self.at_home():
@@ -167,7 +168,7 @@ class _LadderRun:
         return self._reject()
 
     def at_home(self) -> Run | None:
-        """Run the request unchanged in its home pool. Return None if it cannot run there now."""
+        """Decide to run the request unchanged at home, or return None if it cannot run now."""
         return self._full(self.home, self.home_reason)
 
     def on_one_of_two(self) -> Run | None:
@@ -212,11 +213,10 @@ class _LadderRun:
                 return self._reject()
 
     def _shrink_context(self) -> ShrinkContext | None:
-        """Shorten the prompt to fit the home engine with the most free memory.
+        """Decide to shorten the prompt to fit the home engine with the most free memory.
 
-        Returns:
-            None if no turn may be dropped, no engine is free, or too little of the prompt would be
-            left.
+        Return None if no turn may be dropped, no engine is free, or too little of the prompt would
+        be left.
         """
         free = self._free(self.home)
         if not (self.facts.droppable and free):
@@ -228,9 +228,9 @@ class _LadderRun:
         return ShrinkContext("KV_HEADROOM", target, fewest) if target >= fewest else None
 
     def _shrunk(self, pool: str) -> Run | None:
-        """Run on the engine with the most free memory, shrinking the output to fit.
+        """Decide to run on the engine with the most free memory, shrinking the output to fit.
 
-        Return None if that output would be too short.
+        Return None if no engine is free or that output would be too short.
         """
         free = self._free(pool)
         if not free:
@@ -251,7 +251,11 @@ class _LadderRun:
         return max(least, min(engine.expected_output, most))
 
     def _wait(self) -> Wait | None:
-        """Wait at home. Return None if the queue is closed or the request would be late."""
+        """Decide to wait for memory in the home pool.
+
+        Return None if the request may not queue or would be late, or if all of the pool's engines
+        are unusable.
+        """
         if self.facts.queue is not QueueState.OPEN:
             return None
         recoverable = [e for e in self._pool(self.home) if e.standing is not EngineState.UNUSABLE]
@@ -271,7 +275,7 @@ class _LadderRun:
         return Wait(reason, self.home, self._least(recoverable), longest_s, available)
 
     def _overflow(self) -> Run | None:
-        """Run in another pool that has enough memory now.
+        """Decide to run in another pool, or return None if none has enough memory now.
 
         The output may be shrunk there only if the policy lists shrinkOutput before route.
         """
@@ -314,7 +318,7 @@ class _LadderRun:
     # Running on an engine
 
     def _full(self, pool: str, reason: str) -> Run | None:
-        """Run with the full output on an engine of the pool.
+        """Decide to run with the full output in the pool, or return None if no engine has room.
 
         In the home pool, the request may also start ahead of waiting requests by backfill.
         """

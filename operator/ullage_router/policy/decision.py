@@ -38,7 +38,7 @@ class Attempt(msgspec.Struct, frozen=True):
     model: str = ""
     """Name of the model that ran the step (empty if unknown)."""
     confidence: float | None = None
-    """Geometric mean probability of the answer's first tokens."""
+    """Geometric mean probability of the answer's first tokens, or None if unknown."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """Number of tokens that had arrived when the attempt was discarded."""

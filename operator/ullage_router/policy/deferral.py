@@ -65,7 +65,7 @@ class DeferralBook:
             self._weights.clear()
 
     def ahead(self, pool: str, tenant: str, weight: float, priority: int) -> int:
-        """Return the bytes of refused requests that go before a tenant's next request in a pool.
+        """Return how many KV bytes the refused requests ahead of a tenant's next request need.
 
         Higher priorities come first. Within a priority, tenants take turns by their weights, as in
         the queue. Another tenant's bytes therefore count only up to the tenant's own refused bytes,
@@ -83,7 +83,7 @@ class DeferralBook:
         return ahead
 
     def returns(self, pool: str, now: float) -> Mapping[int, int]:
-        """Return the bytes of a pool's refused requests, keyed by whole seconds until the retry."""
+        """Return the bytes needed by a pool's refused requests, by whole seconds until retry."""
         result: dict[int, int] = {}
         for second, sizes in self._due.items():
             after_s = math.floor(second - now)
@@ -102,11 +102,11 @@ class Deferrals(NamedTuple):
     priority: int = 0
 
     def ahead(self, pool: str) -> int:
-        """Return the bytes of requests that were refused before this one and will be retried."""
+        """Return how many KV bytes the refused requests ahead of this one need."""
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:
-        """Return the bytes of a pool's refused requests, keyed by whole seconds until the retry."""
+        """Return the bytes needed by a pool's refused requests, by whole seconds until retry."""
         return self.book.returns(pool, self.now)
 
 

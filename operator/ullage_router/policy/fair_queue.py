@@ -58,7 +58,10 @@ class _Flow:
     tag: float
     """Virtual start time of the tenant's next request."""
     number: int
-    """Number of the request with which the tenant last joined. Breaks ties between equal tags."""
+    """Number of the request with which the tenant last joined the queue.
+
+    Breaks ties between equal tags.
+    """
     entries: "SortedList[tuple[float, int, FairEntry]]" = field(default_factory=SortedList)
     """A (due, number, entry) tuple for each request."""
 

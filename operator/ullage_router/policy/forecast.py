@@ -88,7 +88,7 @@ def end_s(engine: EngineView, prompt: int, output: int) -> float:
 
 
 def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the longest step, in seconds, with which a request sent now meets its deadline."""
+    """Return the longest engine step, in seconds, with which a request sent now is on time."""
     if limits.e2e_s == math.inf:
         return math.inf
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
@@ -217,7 +217,7 @@ def _slack_s(
 
 
 def _allowed_s(objective_s: float, lone_s: float) -> float:
-    """Return how much of a time objective a predicted time may use up, in seconds.
+    """Return the longest predicted time that is acceptable for an objective, in seconds.
 
     Args:
         lone_s: seconds that the request takes on an idle engine.

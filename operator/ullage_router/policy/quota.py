@@ -95,7 +95,7 @@ class Quota(msgspec.Struct, frozen=True):
         return max(0, count)
 
     def enter(self, now: float, count: int = 1) -> "Quota | Shortage":
-        """Admit `count` requests, or return the limit that prevents their admission.
+        """Return the quota after admitting `count` requests, or the limit that prevents this.
 
         Call `leave` for each admitted request.
 
@@ -110,13 +110,13 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(entered, requests=self.requests.take(count, now))
 
     def enter_paid(self, count: int = 1) -> "Quota | Shortage":
-        """Admit requests without counting them against the rate limit. Call `leave` for each."""
+        """Like `enter`, but without counting the requests against the rate limit."""
         if self.concurrency is not None and self.active + count > self.concurrency:
             return Shortage("concurrency", self.concurrency, None)
         return replace(self, active=self.active + count)
 
     def charge(self, tokens: float, now: float) -> "Quota | Shortage":
-        """Charge tokens in advance, or return the shortage if too few are left.
+        """Return the quota after charging tokens in advance, or the shortage if too few are left.
 
         A charge that exceeds the bucket's capacity needs a full bucket and leaves it in debt.
         """
@@ -127,14 +127,17 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(self, tokens=self.tokens.take(tokens, now))
 
     def give_back(self, count: int, now: float) -> "Quota":
-        """Refund the rate limit for requests that were admitted but then refused."""
+        """Return the quota after a refund of the rate limit.
+
+        The refund is for requests that were admitted but then refused.
+        """
         return self.count(-count, now)
 
     def count(self, count: int, now: float) -> "Quota":
-        """Count requests against the rate limit, even if that exceeds it."""
+        """Return the quota after counting requests against the rate limit, even beyond it."""
         return replace(self, requests=self.requests and self.requests.take(count, now))
 
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":
-        """Release ended requests, and adjust their charge to the tokens actually used."""
+        """Return the quota after requests end, with their charge adjusted to the tokens used."""
         tokens = self.tokens and self.tokens.take(used - charged, now)
         return Quota(self.requests, tokens, self.concurrency, self.active - count)

@@ -83,7 +83,7 @@ def drain_s(engines: Sequence[EngineView], size: int) -> float:
 
 
 def _release_rate(engine: EngineView) -> float:
-    """Return the release rate in bytes per second."""
+    """Return the predicted rate of memory release in bytes per second (0 if unknown)."""
     if not engine.releases:
         return 0.0
     last_s = max(release.after_s for release in engine.releases)

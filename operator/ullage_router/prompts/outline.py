@@ -75,7 +75,7 @@ class Outline:
     """A conversation with placeholders for its long stretches of text.
 
     Args:
-        model: the model. Words for which its chat template searches are kept in the outline.
+        model: the model. Words that its chat template looks for are kept in the outline.
         most: maximum number of characters of the outline.
     """
 
@@ -98,7 +98,7 @@ class Outline:
         return [self._turn(turn, place) for place, turn in enumerate(turns)]
 
     def written(self, prompt: str) -> Iterator[Stretch]:
-        """Yield each stretch whose placeholder is unchanged in the rendered outline, only once."""
+        """Yield once each stretch whose placeholder is unchanged in the rendered outline."""
         places = set[int]()
         for match in re.finditer(f"Pq{self._nonce}n(\\d+)z", prompt):
             place = int(match[1])

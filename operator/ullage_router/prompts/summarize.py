@@ -55,7 +55,7 @@ def oldest(turns: Sequence[Turn], share: float, keep: int) -> list[int]:
 
 
 def with_summary(turns: Sequence[Turn], places: Sequence[int], summary: str) -> tuple[Turn, ...]:
-    """Return the conversation with a summary in place of these turns."""
+    """Return the conversation with a summary in place of the turns at the given indices."""
     gone = frozenset(places)
     kept = [(i, turn) for i, turn in enumerate(turns) if i not in gone]
     before = [turn for i, turn in kept if i < places[0]]
@@ -161,7 +161,7 @@ class HistorySummarizer:
         return shorter, ids
 
     async def _summary(self, turns: Sequence[Turn], tenant: str, size: int) -> str:
-        """Return the summary (empty if too many facts would be lost)."""
+        """Return a summary of the turns (empty if it would lose too many facts)."""
         key = await self._threads.run(size, lambda: _digest(turns, tenant), tenant)
         summary = self._cache.get(key)
         if summary is None:

@@ -141,7 +141,10 @@ class TokenizerThreads:
                 del self._ends[tenant]
 
     def _next_job(self) -> _Job | None:
-        """Pop the next job, or return None. Long jobs are skipped while another one is running."""
+        """Pop the next job, or return None if no job may start.
+
+        Long jobs are skipped while another one is running.
+        """
         heaps = [self._short] if self._is_long_running else [self._short, self._long]
         for heap in heaps:
             while heap and not heap[0].is_waiting:

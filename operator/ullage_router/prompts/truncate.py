@@ -74,7 +74,10 @@ def _fewest_dropped(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int,
 ) -> tuple[int, list[Turn]]:
-    """Bisect for the fewest turns to drop, since dropping more turns shortens the prompt."""
+    """Return the minimum number of turns to drop, and the turns that remain.
+
+    The number is found by bisection, since dropping more turns shortens the prompt.
+    """
     places = droppable(turns, keep)
     cuts = _cuts(turns, places)
     low = 0

@@ -90,7 +90,7 @@ class LoadReporter:
         return {pool: self._pool(pool, *waits.get(pool, (0, 0, 0.0))) for pool in self._pools}
 
     async def wait_until_wanted(self, within_s: float) -> None:
-        """Wait until a pool that is scaled to zero is in demand, or `within_s` has elapsed."""
+        """Wait until a pool that is scaled to zero is in demand, for at most `within_s` seconds."""
         await self._scale_to_zero.queue.wait_until_wanted(self._scale_to_zero.pools, within_s)
 
     def _pool(self, pool: str, queued: int, size: int, oldest: float) -> PoolReport:

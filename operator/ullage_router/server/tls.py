@@ -33,7 +33,7 @@ class RouterTLS:
             self.engines = Certificates(folder, folder, on_engines_change)
 
     def add(self, certificates: Mapping[str, Certificates]) -> None:
-        """Include certificates that another component manages, by name, in the status report."""
+        """Add another component's certificates, keyed by name, to the status report."""
         self._others.update(certificates)
 
     async def start(self) -> None:

@@ -29,7 +29,11 @@ class Account:
     """Number of requests refused by each limit."""
 
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
-        """Apply an operation to the quota, or return the shortage if too little quota is left."""
+        """Apply an operation to the quota.
+
+        Returns:
+            The shortage if too little quota is left, or None if the operation succeeded.
+        """
         result = step(self.quota)
         if isinstance(result, Shortage):
             return result

@@ -25,10 +25,18 @@ class Billing(Protocol):
         """Return whether the active requests have yet to be charged in advance."""
 
     def enter(self, count: int) -> Shortage | None:
-        """Start `count` requests, or return the shortage if the quota does not allow them."""
+        """Start `count` requests.
+
+        Returns:
+            The shortage if the quota does not allow the requests, or None if they have started.
+        """
 
     def charge(self, tokens: float) -> Shortage | None:
-        """Charge `tokens` for each active request, or return the shortage if too few are left."""
+        """Charge `tokens` tokens for each active request.
+
+        Returns:
+            The shortage if too few tokens are left, or None otherwise.
+        """
 
     def give_back(self, count: int) -> None:
         """Refund `count` active requests (0 for all) to the requests-per-minute limit."""

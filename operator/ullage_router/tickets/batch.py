@@ -38,7 +38,7 @@ HELD = Refuse(
     retry_after_s=WAIT_RETRY_S,
 )
 Room = Callable[[EngineView, int, int], int]
-"""A function that returns how many identical requests a caller may reserve on an engine.
+"""A function that returns how many more identical requests a caller may place on an engine.
 
 Its arguments are the engine's view, the bytes per request and the prompt tokens per request.
 """
@@ -46,7 +46,7 @@ Its arguments are the engine's view, the bytes per request and the prompt tokens
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request to place, with the size in tokens that the client has computed."""
+    """A request to place. The client has counted its prompt tokens."""
 
     prompt_tokens: int
     max_tokens: int
@@ -118,8 +118,8 @@ class PickBatch:
             ask: The request to place, which stands for all of the identical requests.
             draw: A random number that determines the sample of engines.
             most: Maximum number of requests to place, at least 1.
-            room: Limits how many requests the caller may have on an engine. If None, only free
-                resources limit them.
+            room: Returns how many more requests the caller may place on an engine. If None, only
+                free resources limit them.
 
         Returns:
             The decision, and the number of requests to which it applies.

@@ -2,12 +2,9 @@
 
 A ticket allows one or more uses, each of which sends one request. A use is *unused* until the
 client reports that the engine accepted its request, and *used* from then on. When a client reports
-the end of a request, its reservation is freed early. Otherwise, reservations are freed after a
-time:
-
-    unused    when engines no longer accept the ticket
-    used      at the same time. If the tenant's concurrency is limited, the request counts until
-              it must have ended
+the end of a request, its reservation is freed early. Otherwise, the reservations of all uses are
+freed once engines no longer accept the ticket. There is one exception: if the tenant's concurrency
+is limited, the reservation of an accepted request is kept until that request must have ended.
 
 A tenant pays for every use, even without a report, because an engine could still accept an unused
 ticket.

@@ -440,7 +440,10 @@ class TicketIssuer:
         return decision, count
 
     def _room(self, unpaid: Unpaid | None) -> Room | None:
-        """Return a function that limits a caller's free requests, or None if the caller pays."""
+        """Return the function that limits how many free requests the caller may place on an engine.
+
+        Return None if the caller pays.
+        """
         if unpaid is None:
             return None
 

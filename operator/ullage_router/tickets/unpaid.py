@@ -35,12 +35,12 @@ class Unpaid:
     ttft_s: float
 
     def room(self, view: EngineView, held: tuple[Held, Held], size: int, tokens: int) -> int:
-        """Return how many more requests the caller may reserve on an engine.
+        """Return how many more requests the caller may place on an engine.
 
         Args:
             view: The engine's view.
-            held: The caller's reservations on the engine, and the reservations of all non-paying
-                callers together.
+            held: How much of the engine the caller has reserved, and how much all non-paying
+                callers have reserved together.
             size: Bytes per request.
             tokens: Prompt tokens per request.
         """

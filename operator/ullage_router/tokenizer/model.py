@@ -167,9 +167,10 @@ class Model:
         return self.bound.fewest(text)
 
     def count_tokens(self, text: str, most: int) -> int:
-        """Return a lower bound on the token count of part of a prompt, or a number above `most`.
+        """Return a lower bound on the number of tokens in a part of a prompt.
 
-        Counting needs little memory, because no token ids are kept.
+        Counting stops as soon as the bound exceeds `most`. It needs little memory, because no token
+        ids are kept.
 
         Raises:
             PromptError: no prompt that contains this part can be tokenised.

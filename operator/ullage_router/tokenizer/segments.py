@@ -112,10 +112,11 @@ class SegmentEncoder:
         return self._join(parted(text, self._boundaries), self._encode, most)
 
     def count(self, text: str, most: int) -> int:
-        """Return a lower bound on the token count of part of a text, or a number above `most`.
+        """Return a lower bound on the number of tokens in a part of a text.
 
-        Each special token counts as one token. Tokens at the edges are not counted, because they
-        may merge with neighbouring text. No token ids are kept.
+        Counting stops as soon as the bound exceeds `most`. Each special token counts as one token.
+        Tokens at the edges are not counted, because they may merge with neighbouring text. No token
+        ids are kept.
 
         Raises:
             UncutText: no text that contains this part can be tokenised in chunks.

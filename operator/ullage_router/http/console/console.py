@@ -89,7 +89,7 @@ class RecordBuffer:
 
 
 class Console:
-    """Serve the page and its events, and send test overloads.
+    """Serves the page and its events, and sends test overloads.
 
     Args:
         service: The router whose state the page shows.
@@ -184,7 +184,7 @@ class Console:
         }
 
     async def _pause(self, seconds: float) -> None:
-        """Wait for some seconds, or until the router stops."""
+        """Wait until `seconds` have passed or the router stops."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()

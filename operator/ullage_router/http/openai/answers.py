@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An object in a response. Fields that are UNSET may be absent."""
+    """Base class for objects in a response. Fields that are UNSET may be absent."""
 
 
 class PromptTokensDetails(Answer, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Decode JSON bodies into structures, with errors that name the field.
+"""Decodes JSON bodies into structures, with errors that name the field.
 
 Long bodies are decoded field by field, and long lists of token ids in chunks, since a parser holds
 the GIL until it returns.
@@ -44,7 +44,10 @@ If a body ends too soon after such a half, msgspec reports truncated JSON. The e
 six bytes, and the rest of the pair at most five.
 """
 _HALF_PAIR_ERRORS = ("surrogate pair", "unexpected end of hex escape")
-"""Substrings of msgspec's errors about half a surrogate pair. Skipped fields cause the second."""
+"""Substrings of msgspec's error messages about half a surrogate pair.
+
+msgspec uses the second message for fields that it skips.
+"""
 _TOKENS = msgspec.json.Decoder(list[Token])
 
 

@@ -1,4 +1,4 @@
-"""Serve POST /v1/embeddings.
+"""Serves POST /v1/embeddings.
 
 Each input becomes a separate request that is admitted and placed independently. The client gets
 either one response or one error for all inputs of a body.
@@ -90,7 +90,7 @@ _INPUT = msgspec.json.Decoder(Input)
 
 
 class EmbeddingsEndpoint:
-    """Serve requests to /v1/embeddings.
+    """Serves requests to /v1/embeddings.
 
     Args:
         service: Serves requests, and provides the tenants.
@@ -255,7 +255,10 @@ class _Run:
         yield bytes(piece) + b"]," + msgspec.json.encode({"model": self._model, "usage": usage})[1:]
 
     def _max_parallel(self) -> int:
-        """Return how many inputs may run or queue at a time without exceeding a limit."""
+        """Return how many inputs may run or queue at a time.
+
+        The limits are MAX_PARALLEL, the tenant's maximum concurrency and the queue's capacity.
+        """
         most = self._tenant.max_concurrency or MAX_PARALLEL
         return min(len(self._asked), MAX_PARALLEL, most, 1 + self._max_queued)
 

@@ -1,4 +1,4 @@
-"""Serve /v1/chat/completions and /v1/completions, which share one code path."""
+"""Serves /v1/chat/completions and /v1/completions, which share one code path."""
 
 import asyncio
 import functools
@@ -94,7 +94,7 @@ COMPLETION = Dialect(_parse_completion, CompletionFormat, "prompt")
 
 
 class Writer:
-    """Write one response: a JSON body, or server-sent events that always end with [DONE].
+    """Writes one response: a JSON body, or server-sent events that always end with [DONE].
 
     The methods wait for a slow client, which in turn slows down the engine's stream.
 
@@ -147,9 +147,10 @@ class Writer:
         await self._reply.end()
 
     def wait_for_stream(self) -> None:
-        """Send a comment after each long silence, so that load balancers keep the connection open.
+        """Start sending a comment after each long silence.
 
-        The first comment starts the stream if it has not started yet.
+        The comments make load balancers keep the connection open. The first comment starts
+        the stream if it has not started yet.
         """
         if self._keepalive_s:
             self._sent_at = self._loop.time()
@@ -208,7 +209,7 @@ class Writer:
 
 
 class GenerateEndpoint:
-    """Serve requests to /v1/chat/completions or /v1/completions.
+    """Serves requests to /v1/chat/completions or /v1/completions.
 
     Args:
         service: Serves requests, and provides the tenants.

@@ -124,7 +124,7 @@ def decision_headers(record: RequestRecord) -> Headers:
 
 
 def _cached_header(cached: Sequence[TierHit]) -> str:
-    """Return the cached tokens by cache tier as a structured-field dictionary (RFC 9651)."""
+    """Return the number of cached tokens by tier, as a structured-field dictionary (RFC 9651)."""
     return ", ".join(
         f"{each.tier}={each.num_tokens}"
         + (f";seconds={each.seconds:.3f}" if each.tier != DEVICE else "")

@@ -161,7 +161,7 @@ def _is_token(key: str) -> bool:
 
 
 def _samples(common: Common) -> inference_pb2.Samples | None:
-    """Return the requested number of answers or beam search, or None for a single answer.
+    """Return the number of answers or the beam search that the body requests, if any.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.

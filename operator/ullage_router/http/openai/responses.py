@@ -53,7 +53,7 @@ class ResponseOptions(msgspec.Struct, frozen=True):
     tools: bool = False
     """Whether the answer may have tool calls instead of text."""
     lowered_limit: str = ""
-    """The output limit if it was lowered below the client's limit, such as `max_tokens=64`."""
+    """The lowered output limit, such as `max_tokens=64` (empty if it was not lowered)."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Format(Protocol):
         """Return the chunks that precede the first text."""
 
     def piece(self, delta: Delta) -> list[JSON]:
-        """Return the chunk for a delta, or nothing for an empty delta."""
+        """Return the chunk for a delta, or no chunks if the delta is empty."""
 
     def ended(self, end: SampleFinished) -> list[JSON]:
         """Return the final chunk of a choice that ends before the response does."""
@@ -178,7 +178,7 @@ class CompletionFormat:
         self._offsets = [0] * options.n
         """Number of characters sent so far for each choice."""
         self._prompt_ids: dict[int, list[int]] = {}
-        """Prompt token ids of the choices for which they have not been sent yet."""
+        """Prompt token ids that have yet to be sent, by choice."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
         if self._options.token_ids:
@@ -232,7 +232,7 @@ class CompletionFormat:
 
 
 def usage(counted: inference_pb2.Usage) -> JSON:
-    """Return OpenAI's usage object for the counted tokens."""
+    """Return a request's token counts as OpenAI's usage object."""
     return {
         "prompt_tokens": counted.prompt_tokens,
         "completion_tokens": counted.completion_tokens,
@@ -244,9 +244,9 @@ def usage(counted: inference_pb2.Usage) -> JSON:
 
 
 def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
-    """Return OpenAI's details of prompt tokens.
+    """Return OpenAI's `prompt_tokens_details` object.
 
-    The details list the cache tiers if any tier but the device had cached KV.
+    The object lists the cache tiers if any tier but the device had cached KV.
 
     Args:
         cached: Number of prompt tokens whose KV was reused, by cache tier.

@@ -26,7 +26,10 @@ MAX_FIELD_BYTES = 64 << 10
 MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
 """Maximum bytes of a grammar's JSON, which allows for escapes of six bytes per character."""
 INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
-"""Fields that have limits of their own, or only the limit on the whole body."""
+"""Fields that may be larger than MAX_FIELD_BYTES.
+
+They have limits of their own, or only the limit on the whole body.
+"""
 GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
 NULL = msgspec.Raw(b"null")
 
@@ -39,7 +42,10 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
-"""The texts from which the answer is chosen. Each needs at least two bytes of a grammar."""
+"""Texts, one of which the model must give as its answer.
+
+Their number is limited because each takes at least two bytes of a grammar.
+"""
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]

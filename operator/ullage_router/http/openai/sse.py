@@ -15,7 +15,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Chunks:
-    """Convert the events of an answer to server-sent events.
+    """Converts the events of an answer to server-sent events.
 
     Args:
         form: The format, which converts an event to chunks.

@@ -70,9 +70,9 @@ def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
 
 
 def _closed(schema: Schema) -> Schema:
-    """Forbid additional properties if the schema lists all its properties directly.
+    """Return the schema with additional properties forbidden if it lists its properties directly.
 
-    Return any other schema unchanged.
+    Any other schema is returned unchanged.
     """
     if "properties" not in schema or _COMPOSED & schema.keys():
         return schema
