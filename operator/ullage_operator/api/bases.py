@@ -1,4 +1,4 @@
-"""Merges service specs over the LLMServiceBases that they reference. Pure.
+"""Merges service specs over the LLMServiceBases that they reference.
 
 An LLMServiceBase is a spec that several services share.
 

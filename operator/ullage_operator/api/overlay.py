@@ -57,7 +57,7 @@ _ELSEWHERE = {
     ".volumes[kv]": "{section}.memory.tiers.file",
     ".volumes[shm]": "{section}.shmSize",
 }
-"""Spec fields that users should set instead of a pod field, by the end of the pod field's path."""
+"""Maps the end of a pod field's path to the spec field that users should set instead."""
 
 
 def conflicts(given: Any, own: Any, path: str) -> Iterator[Problem]:

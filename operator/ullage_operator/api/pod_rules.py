@@ -1,4 +1,4 @@
-"""Checks services' pod templates against an allow-list of pod fields. Pure.
+"""Checks services' pod templates against an allow-list of pod fields.
 
 Fields that future Kubernetes versions add are rejected until they are listed here. Pods must comply
 with the restricted profile of the Pod Security Standards and get no ServiceAccount token. Users may
@@ -290,7 +290,7 @@ def _security(
 
 
 def _objects(section: Any, name: str, path: str) -> tuple[list[Mapping[str, Any]], list[Problem]]:
-    """Return the objects in a list, or a problem if it is malformed or has duplicate keys."""
+    """Return a list's objects, and a problem if the list is malformed or has duplicate keys."""
     key = _LISTS[name]
     items = section.get(name, []) if isinstance(section, Mapping) else None
     if isinstance(items, list) and all(isinstance(item, Mapping) for item in items):

@@ -69,7 +69,7 @@ def amount(value: int | str) -> Decimal:
     """Return the value of a quantity, such as 0.5 for `500m`.
 
     Raises:
-        ValueError: the text is not a quantity, with or without the suffix `m` for thousandths.
+        ValueError: the text is not a quantity. The suffix `m` for thousandths is allowed.
     """
     text = str(value)
     match = _QUANTITY.fullmatch(text.removesuffix("m"))

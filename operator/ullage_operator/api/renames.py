@@ -1,4 +1,4 @@
-"""Converts documents written for version 0.1.0, in which fields had other names or formats. Pure.
+"""Converts documents written for version 0.1.0, in which fields had other names or formats.
 
 Manifests, the specs that operators keep, and engine releases are all structured like a spec, so one
 table of renames converts all of them.
@@ -49,7 +49,7 @@ def _seconds(value: Any) -> Any:
 
 
 def _method(value: Any) -> Any:
-    """Convert a summary model of 0.1.0 to the summary method that replaces it."""
+    """Replace `model`, a summary method of 0.1.0, with `Extractive`. Others stay unchanged."""
     return "Extractive" if value in ("model", "Model") else value
 
 
@@ -253,7 +253,7 @@ def upgraded(
 
 
 class _Items(dict[str, Any]):
-    """List items of a managedFields tree, by index, or by merge key if the index is unknown."""
+    """Items of a list in managedFields, keyed by index, or by merge key if that is unknown."""
 
 
 def _sections(

@@ -43,8 +43,8 @@ _DECIMALS = {
 """Descriptions, for error messages, of the decimal numbers that each pattern accepts.
 
 Some of these fields may still hold a number that 0.1.0 stored under the same field name. For them,
-the pattern also checks the bounds. A CEL rule would fail on the stored number, and the API server
-would then reject every write to the object.
+the pattern also enforces the minimum and maximum. A CEL rule would fail on the stored number, and
+the API server would then reject every write to the object.
 """
 _OPEN = "x-kubernetes-preserve-unknown-fields"
 
@@ -119,7 +119,7 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
 
 
 def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:
-    """Return the schema of each field of an object, or of each value of a map."""
+    """Return the schemas of an object's fields, or of a map's values, by name."""
     if isinstance(schema.get("additionalProperties"), dict) and isinstance(value, dict):
         every: Schema = schema["additionalProperties"]
         return dict.fromkeys(map(str, value), every)

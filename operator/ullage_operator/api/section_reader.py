@@ -14,7 +14,7 @@ from ullage_operator.api.quantities import parse_bytes, parse_decimal, parse_sec
 
 _WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL", "cpu": "CPU"}
 _COMPLETED = {MemoryLimits.__module__, TenantRules.__module__}
-"""Modules whose section classes get their defaults from the CRD instead of defining any."""
+"""Modules with section classes whose defaults are in the CRD and not in the classes."""
 _UNITS: Mapping[str, Callable[[Any], Any]] = {"bytes": parse_bytes, "seconds": parse_seconds}
 _API_WORDS = {
     "bfloat16": "BFloat16",

@@ -85,7 +85,7 @@ class Settings:
     """ULLAGE_RUNBOOKS: URL of docs/runbooks for the alerts of services, or its path in the sources.
     """
     on_kubernetes: bool = True
-    """Whether pods get only the devices that they request. Otherwise they get all devices."""
+    """Whether pods run on Kubernetes, where they get only the devices that they request."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":

@@ -1,4 +1,4 @@
-"""The AdaptersReady condition and status.adapters: the LoRA adapters that engines serve. Pure.
+"""The AdaptersReady condition and status.adapters: the LoRA adapters that engines serve.
 
 If an adapter fails to load, the service stays ready, because engines still serve the model and all
 other adapters.

@@ -273,7 +273,7 @@ def unlisted_kinds(unlisted: Sequence[str]) -> list[Condition]:
 
 
 def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
-    """Return the condition that lists fields whose defaults the operator had to fill in."""
+    """Return the DefinitionOutdated condition (none if the CRD has defaults for all fields)."""
     if not undefined:
         return []
     others = len(undefined) - _MAX_FIELDS
@@ -286,7 +286,7 @@ def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
 
 
 def contested(challenger: str) -> list[Condition]:
-    """Return the condition that reports a second operator watching the same service."""
+    """Return the Contested condition (none unless a second operator watches the service)."""
     if not challenger:
         return []
     message = (

@@ -1,4 +1,4 @@
-"""The EnginesConsistent condition: whether all engines generate the same text. Pure.
+"""The EnginesConsistent condition: whether all engines generate the same text.
 
 Engines with different fingerprints still serve, but do not share KV. If a request moves from one
 such engine to another, its remaining text may differ from what the first engine would have

@@ -1,4 +1,4 @@
-"""Diagnoses why pods are not serving, and suggests remedies. Pure.
+"""Diagnoses why pods are not serving, and suggests remedies.
 
 A message states what the pod requested, how Kubernetes responded, and how to fix the problem, so
 that users need not look up the pod, its Events and its log.

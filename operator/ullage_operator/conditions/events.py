@@ -1,4 +1,4 @@
-"""Kubernetes Events for changes in a service's conditions. Pure.
+"""Kubernetes Events for changes in a service's conditions.
 
 An Event reports a transition and never an ongoing state, so that `kubectl describe` lists changes
 instead of reconciliations.
@@ -68,7 +68,7 @@ def _is_bad(condition: Mapping[str, Any]) -> bool:
 
 
 def _title(condition: Mapping[str, Any]) -> str:
-    """Return the reason for a condition's Event, which is usually the condition's own reason."""
+    """Return the Event's reason for a condition, which is usually the condition's own reason."""
     match condition["type"], condition["status"]:
         case "Ready", "True":
             return "Ready"

@@ -1,4 +1,4 @@
-"""Diagnoses workloads whose pods were never created, for example because of a quota. Pure."""
+"""Diagnoses workloads whose pods were never created, for example because of a quota."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime

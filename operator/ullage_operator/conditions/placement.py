@@ -1,4 +1,4 @@
-"""Diagnoses pods for which no node has enough free resources. Pure."""
+"""Diagnoses pods for which no node has enough free resources."""
 
 from collections.abc import Mapping
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""A problem with a pod, as reported in the status and conditions of its service. Pure."""
+"""A problem with a pod, as reported in the status and conditions of its service."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Facts about a pod, read from the Pod object. Pure."""
+"""Facts about a pod, read from the Pod object."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -39,7 +39,7 @@ def is_ready(pod: Pod) -> bool:
 
 
 def ready_since(pod: Pod) -> datetime | None:
-    """Return the UTC time at which the pod's readiness last changed."""
+    """Return the UTC time at which a pod's readiness last changed, or None if it is unknown."""
     return parse_time(pod_condition(pod, "Ready").get("lastTransitionTime"))
 
 

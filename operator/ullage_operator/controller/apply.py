@@ -261,7 +261,7 @@ class Applier:
         _logger.info("%s: applied %s", key, object_name(desired))
 
     async def _create(self, manifest: Object, desired: Object) -> Object:
-        """Create an object that is not in the cache, or update it if the service has it already."""
+        """Create an object that the cache lacks, or update it if the service already has it."""
         try:
             return await self._cluster.create(desired)
         except ClusterConflict:

@@ -54,7 +54,7 @@ class ScaledService:
 class _Service:
     followed: ScaledService
     current: dict[str, int]
-    """The currently requested number of engines of each pool."""
+    """Number of engines currently requested for each pool."""
     task: "asyncio.Task[None] | None" = None
     decisions: ScalingDecisions = NO_DECISIONS
     histories: dict[str, ScalingHistory] = field(default_factory=dict)
@@ -232,6 +232,6 @@ class Autoscaler(Generic[Key]):
 
 
 def _sizes_and_problem(decisions: ScalingDecisions) -> tuple[object, ...]:
-    """Return the parts of scaling decisions that trigger a reconciliation when they change."""
+    """Return the pool sizes and the problem. A change of either triggers a reconciliation."""
     sizes = {pool: each.replicas for pool, each in decisions.pools.items()}
     return sizes, decisions.problem

@@ -1,4 +1,4 @@
-"""Detects differences between planned and live objects, and edits by other clients. Pure."""
+"""Detects differences between planned and live objects, and edits by other clients."""
 
 import hashlib
 import json

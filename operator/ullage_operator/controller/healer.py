@@ -51,7 +51,7 @@ class Healer:
         self._recorder = recorder
         self._streams: HeadroomStreams[ServiceKey] = HeadroomStreams(wake, times)
         self._events: dict[ServiceKey, list[RestartEvent]] = {}
-        """Restarts since this operator started, as a cached status may lack the latest ones."""
+        """Restarts since this operator started. A cached status may lack the latest ones."""
 
     async def close(self) -> None:
         await self._streams.close()

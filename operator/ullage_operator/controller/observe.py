@@ -94,7 +94,7 @@ def is_leaving(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
 def failed_status(manifest: Object, observed: Observed, problems: Iterable[Problem]) -> Object:
     """Return the status of a service whose declared spec is invalid and that is not serving yet.
 
-    All other fields of the status stay unchanged.
+    Only the Ready and Degraded conditions and the observed generation are updated.
     """
     generation = manifest["metadata"]["generation"]
     message = "; ".join(map(str, problems))

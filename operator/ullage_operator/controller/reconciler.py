@@ -71,7 +71,7 @@ class ReconcileResult(NamedTuple):
     status: Object
     """The status to report."""
     plan: ServicePlan | None = None
-    """The applied plan, or None. Its restarts happen after the status has been written."""
+    """The applied plan (None without a usable spec). Its restarts follow the status write."""
     recheck_s: float | None = None
     """Maximum number of seconds until the next reconciliation, or None for no limit."""
 
@@ -331,10 +331,10 @@ class Reconciler:
         )
 
     def _plan(self, key: ServiceKey, stands: Standing, observed: Observed) -> ServicePlan:
-        """Return a plan, and record its rollout in the rollout queue.
+        """Plan a service as the rollout queue allows, and record its rollout in the queue.
 
-        There is no `await` between the two steps, so that two services cannot claim the same slot
-        in the queue.
+        There is no `await` between asking the queue and recording the rollout, so two services
+        cannot claim the same slot in the queue.
         """
         observed = dataclasses.replace(
             observed,

@@ -37,12 +37,12 @@ class RolloutQueue:
         self._max_rollouts = max_rollouts
         self._wake = wake
         self._rolling: set[ServiceKey] | None = None
-        """Services with a running rollout. None until the previous leader's are counted."""
+        """Services with a running rollout (None until those of the previous leader are known)."""
         self._only_routers: set[ServiceKey] = set()
         """Services with a rollout that replaces only routers."""
         self._waiting: set[ServiceKey] = set()
         self._seeking: set[ServiceKey] = set()
-        """Services whose canary, or whose engines after a promotion, have pods without a node."""
+        """Services with a canary pod, or an engine pod after a promotion, that has no node yet."""
         self._roomless: set[ServiceKey] = set()
         """Services with an unschedulable engine."""
 

@@ -179,7 +179,7 @@ def _progress_url(pod: Pod) -> str:
 def router_addresses(
     pods: Iterable[Mapping[str, Any]],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the `http://host:port` URLs of running routers and of terminating routers."""
+    """Return the `http://host:port` URLs of routers that stay, and of routers that terminate."""
     staying: set[str] = set()
     leaving: set[str] = set()
     for pod in running(pods):

@@ -87,7 +87,7 @@ class _Collection:
     """Resource versions at which objects have been deleted since the last sweep."""
 
     def is_outdated(self, name: Name, version: int) -> bool:
-        """Return whether the cache already reflects this version, a newer one or the deletion."""
+        """Return whether the cache already reflects this or a newer version, or the deletion."""
         if name in self.objects:
             return version <= version_of(self.objects[name])
         if version <= self.deleted.get(name, -1):
@@ -236,7 +236,7 @@ class Cache:
         return [key for key in self._by_service if self.service(key) is not None]
 
     def owned(self, key: ServiceKey) -> list[Object]:
-        """Return the objects labelled for the service and the operator, whatever their owner."""
+        """Return the objects with the service's and the operator's labels, whoever owns them."""
         objects = self._by_service.get(key, {})
         return [obj for (kind, _), obj in objects.items() if kind not in (SERVICE, POD)]
 
@@ -317,7 +317,7 @@ class Cache:
             self._notify(key)
 
     def _referring(self, namespace: str, base: str) -> list[ServiceKey]:
-        """Return the services that reference a base."""
+        """Return the LLMServices in a namespace whose baseRefs name the given LLMServiceBase."""
         in_namespace = [key for key in self.services() if key.namespace == namespace]
         specs = {key: (self.service(key) or {}).get("spec") for key in in_namespace}
         return [key for key, spec in specs.items() if base in base_names(spec)]

@@ -61,7 +61,7 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return a full request timeout, because writes never expire without leader election."""
+    """Return the full request timeout: without leader election, writes are always allowed."""
     return _REQUEST_S
 
 

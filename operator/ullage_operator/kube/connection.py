@@ -69,7 +69,7 @@ class ApiConnection:
         self._renewing = asyncio.Lock()
 
     async def api(self) -> ApiClient:
-        """Return the client, whose `configuration` has the current credentials."""
+        """Return the API client with the current credentials, logging in on first use."""
         if self._is_closed:
             raise ClusterUnavailable("the connection to the API server is closed")
         if self._api is None:

@@ -48,7 +48,7 @@ _PAGE = 500
 _REQUEST_S = 30
 _CONNECT_S = 10
 _WATCH_S = (240.0, 360.0)
-"""Range of a watch's timeout in seconds. It ends watches that a middlebox silently dropped."""
+"""Range of a watch's timeout in seconds, which ends watches silently dropped by a middlebox."""
 _SILENT_S = 150.0
 """Seconds without data after which a watch is presumed dead and restarted.
 

@@ -45,7 +45,7 @@ class Candidacy:
     record: Object | None = None
     """The spec of the Lease when it was last read."""
     since_s: float = 0.0
-    """Time at which this spec of the Lease was first seen."""
+    """Time at which this operator first saw `record`."""
     renewed_s: float | None = None
     """Time at which the last successful renewal began, or None if this operator does not lead."""
 

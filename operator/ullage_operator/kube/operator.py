@@ -26,7 +26,7 @@ class PortTaken(Exception):
 
 
 class Runnable(Protocol):
-    """A component that runs for as long as the operator does."""
+    """Protocol of the component that `Operator` starts, monitors and closes."""
 
     cache: Cache
 
@@ -127,7 +127,7 @@ class Operator:
             await self._running.close()
 
     async def health(self, _: web.Request) -> web.Response:
-        """Return the health of the watches.
+        """Respond to a health check, with status 500 if the watches have been silent too long.
 
         The body contains the number of LLMServices, whether all objects have been listed, and
         whether this operator is the leader.

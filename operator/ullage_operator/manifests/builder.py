@@ -1,4 +1,4 @@
-"""Builds Kubernetes objects with the names and labels of one component of a service. Pure."""
+"""Builds Kubernetes objects with the names and labels of one component of a service."""
 
 from typing import Any
 

@@ -199,7 +199,7 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
 
 
 def tls_config(service: Service, accepts_plaintext: bool) -> TLSSection:
-    """Return the paths of the router's certificates."""
+    """Return the router's TLS section, with the folders of its certificates."""
     tls = service.spec.tls
     server = None
     engines = None
@@ -272,7 +272,7 @@ def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
 
 
 def document(config: Strict) -> dict[str, Any]:
-    """Convert a configuration to plain data, omitting unset fields, as readers have defaults."""
+    """Convert a configuration to plain data, without unset fields, whose readers have defaults."""
     return cast(dict[str, Any], _without_none(msgspec.to_builtins(config)))
 
 

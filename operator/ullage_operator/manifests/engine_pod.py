@@ -1,4 +1,4 @@
-"""Builds the pod templates of engines, and of followers if an engine spans several pods. Pure."""
+"""Builds the pod templates of engines, and of followers if an engine spans several pods."""
 
 import math
 from typing import Any

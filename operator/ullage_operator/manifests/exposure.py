@@ -1,4 +1,4 @@
-"""Exposes routers through an HTTPRoute and scales them with a HorizontalPodAutoscaler. Pure."""
+"""Exposes routers through an HTTPRoute and scales them with a HorizontalPodAutoscaler."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ Manifest = dict[str, Any]
 
 ROUTE_ACCEPTED = "RouteAccepted"
 _NO_TIMEOUT = "0s"
-"""Disables the gateway's timeout, often 15 s, because routers themselves limit each request."""
+"""Value that disables a gateway's timeout (often 15 s). Routers limit requests themselves."""
 
 
 def exposure_objects(service: Service, serves: Collection[str]) -> list[Manifest]:

@@ -1,4 +1,4 @@
-"""Builds the Jobs that download models into shared claims before engines need them. Pure.
+"""Builds the Jobs that download models into shared claims before engines need them.
 
 A Job's name contains a hash of its pod template. The template of a Job is immutable, so a changed
 template needs a new Job.

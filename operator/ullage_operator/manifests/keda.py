@@ -1,4 +1,4 @@
-"""Builds the ScaledObject that tells KEDA how to scale a pool. Pure.
+"""Builds the ScaledObject that tells KEDA how to scale a pool.
 
 KEDA scales the pool's StatefulSet by the fraction of each engine's KV memory that is in use.
 Engines report it as the metric ullage_kv_used_ratio, which KEDA queries from Prometheus.
@@ -19,7 +19,7 @@ Manifest = dict[str, Any]
 
 KEDA_API = "keda.sh/v1alpha1"
 KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
-"""Annotation that makes KEDA scale to its value and then pause until it is removed."""
+"""Annotation that makes KEDA scale to the annotated number of replicas and then pause."""
 METRIC = "ullage_kv_used_ratio"
 POLL_S = 10
 _NEVER = "1000000"

@@ -1,4 +1,4 @@
-"""Builds the objects of routers and engines around their pod templates. Pure."""
+"""Builds the objects of routers and engines around their pod templates."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Builds a service's PodMonitors and PrometheusRule. Pure.
+"""Builds a service's PodMonitors and PrometheusRule.
 
 With these objects, a Prometheus operator scrapes the service, records burn rates and fires alerts.
 docs/runbooks/service.md explains how to resolve each alert.
@@ -34,17 +34,17 @@ PAGE = ((14.4, "1h", "5m"), (6, "6h", "30m"))
 PAGE_REQUESTS = 100
 TICKET_REQUESTS = 500
 TAIL_REQUESTS = 1000
-"""Minimum numbers of requests in an alert's window for a meaningful error ratio."""
+"""Minimum requests in the window of a page, ticket or tail-latency alert before it may fire."""
 SHORT_OF_CAPACITY = "KV_HEADROOM|QUEUE_FULL|QUEUE_TIMEOUT|DEADLINE"
 """Reasons for refusing requests that more memory or more engines could have served."""
 REFUSED_RATE = 0.1
 REFUSED_SHARE = 0.05
-"""Refusals per second, and as a fraction of all requests, above which an alert fires."""
+"""An alert fires above this fraction of refused requests and `REFUSED_RATE` refusals per second."""
 QUEUE_SHARE = 0.8
 """Fraction of the queue's limits above which the queue counts as nearly full."""
 READING_SPEED = 4.0
 SLOW_STREAMS = 0.05
-"""Human reading speed in tokens per second, and the fraction of streams that may be slower."""
+"""Fraction of streams that may be slower than people read (`READING_SPEED` tokens per second)."""
 CERTIFICATE_S = 3 * 86400
 """Seconds before expiry by which a certificate should have been renewed."""
 RESTARTS = 3
@@ -53,7 +53,7 @@ TIER_FAILURES = 100
 """Number of blocks that failed in a KV tier within 15 minutes above which an alert fires."""
 BUSY_TOKENS = 500
 HIT_RATIO = 0.6
-"""Prompt tokens per second above which the prefix cache hit ratio is checked, and its minimum."""
+"""Minimum prefix cache hit ratio, checked above `BUSY_TOKENS` prompt tokens per second."""
 
 
 def monitoring_objects(

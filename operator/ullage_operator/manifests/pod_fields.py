@@ -1,4 +1,4 @@
-"""Builds the pod fields that engines and routers share. Pure.
+"""Builds the pod fields that engines and routers share.
 
 Engines and routers run as an unprivileged user. Their root file system is read-only, so they write
 to emptyDir volumes.

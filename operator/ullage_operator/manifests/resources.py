@@ -1,4 +1,4 @@
-"""Sets containers' CPU, memory and disk resources, from the spec or by default. Pure.
+"""Sets containers' CPU, memory and disk resources, from the spec or by default.
 
 A node under pressure evicts or kills containers without resource requests first.
 Every container therefore requests CPU and memory, and engines that fetch their model also request
@@ -49,7 +49,7 @@ _PARAMETERS = re.compile(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([mb])(?![a-z
 _BLOCKS = re.compile(r"(?<![a-z0-9])i?q(\d)(?:_|\b)")
 """Matches the quantization format of a GGUF file, such as Q4_K_M (4 bits plus scales)."""
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-"""Matches the name of a shard of a split GGUF file. For vLLM, the shards are joined."""
+"""Matches a shard of a split GGUF file. Joining shards for vLLM takes additional memory."""
 _BITS = (
     # gpt-oss is published as MXFP4 and does not say so in its name.
     (re.compile(r"int4|awq|gptq|mxfp4|4-?bit|gpt-oss(?!.*fp?16)"), 4.5),

@@ -1,4 +1,4 @@
-"""Builds the pod template of routers. Pure."""
+"""Builds the pod template of routers."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Builds the volumes of engine and router pods, and chooses the Secrets that they mount. Pure."""
+"""Builds the volumes of engine and router pods, and chooses the Secrets that they mount."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Decides which operator manages a service that several operators watch. Pure.
+"""Decides which operator manages a service that several operators watch.
 
 Each release of the chart elects its leader with its own Lease, so two releases that watch the same
 namespace would both act. The service's status therefore names the operator that manages the

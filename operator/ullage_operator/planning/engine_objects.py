@@ -1,4 +1,4 @@
-"""Plans which engine objects to apply or resize, and which engine pods to delete. Pure."""
+"""Plans which engine objects to apply or resize, and which engine pods to delete."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -58,7 +58,7 @@ def fetch_objects(service: Service, observed: Observed, settings: Settings) -> l
 
 
 def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) -> dict[str, str]:
-    """Return the pools whose first engines wait for a Job to download the model, with reasons."""
+    """Return why a pool's first engines wait for a Job to download the model, by pool."""
     if rollout.stable.spec.model.source != service.spec.model.source:
         return {}
 
@@ -72,7 +72,7 @@ def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) ->
 def all_engines(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> list[Manifest]:
-    """Return the objects for the rollout's state, the canary's engines and the stable engines."""
+    """Return the ConfigMap with the rollout's state, and the objects of all engines."""
     objects = rollout_objects(service, rollout, settings)
     # Running pods keep their mounts until they are replaced.
     had_adapters = rollout.stable.spec.serves_adapters

@@ -1,4 +1,4 @@
-"""Tracks how shared model caches are filled, and which pools wait for them. Pure.
+"""Tracks how shared model caches are filled, and which pools wait for them.
 
 A Job downloads the model into a claim. New engines and canaries wait for the Job. If the Job fails
 or cannot be created, engines start anyway and download the model themselves. The status records
@@ -65,7 +65,7 @@ class CacheState:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether a Job should exist, which is not the case for a filled claim."""
+        """Return whether a Job should exist for this claim. A filled claim needs none."""
         return self.phase != FETCHED
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ def cache_states(
 
 
 def waiting_pools(states: Iterable[CacheState]) -> dict[str, str]:
-    """Return the pools whose first engines wait for a Job, with the reasons."""
+    """Return why a pool's first engines wait for a Job to download the model, by pool."""
     return {
         pool: f"waits until its model is fetched: {state}"
         for state in states
@@ -206,7 +206,7 @@ def _state_of_job(
 
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recorded status of a claim (empty if it is for another claim, model or bucket)."""
+    """Return the claim's entry in the status (empty if that is for another model or bucket)."""
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})
@@ -263,7 +263,7 @@ def _terminated(pods: Iterable[LiveObject]) -> list[str]:
 
 
 def _report(pods: Iterable[LiveObject]) -> dict[str, Any]:
-    """Return the download report of the newest terminated pod."""
+    """Return the newest download report of a terminated pod (empty if there is none)."""
     for text in reversed(_terminated(pods)):
         if report := parse_progress(text):
             return report
@@ -285,7 +285,7 @@ def parse_progress(text: str | bytes) -> dict[str, Any]:
 
 
 def _count(report: Mapping[str, Any], name: str, before: Mapping[str, Any], said: str = "") -> int:
-    """Return the reported number of bytes, or the previous number if the report is invalid."""
+    """Return a reported number (the previous one if it is missing, 0 if it is invalid)."""
     value = report.get(name, before.get(said or name, 0))
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return value if is_number and value >= 0 else 0

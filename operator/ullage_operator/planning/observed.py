@@ -1,4 +1,4 @@
-"""The observations that a service's plan depends on. Pure."""
+"""The observations that a service's plan depends on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Plans the actions for a declared service from the objects that exist. Pure.
+"""Plans the actions for a declared service from the objects that exist.
 
 The operator applies a plan to the cluster. `ullage up` runs the same pods as processes.
 """

@@ -1,4 +1,4 @@
-"""Derives the inputs of a rollout's plan from the observations of its service. Pure."""
+"""Derives the inputs of a rollout's plan from the observations of its service."""
 
 from dataclasses import replace
 from datetime import timedelta

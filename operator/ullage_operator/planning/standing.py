@@ -1,4 +1,4 @@
-"""Chooses which spec the operator applies: the declared one or the last valid one. Pure.
+"""Chooses which spec the operator applies: the declared one or the last valid one.
 
 An invalid edit has no effect. The operator reports the invalid fields and keeps scaling, waking and
 healing the service according to the last valid spec. That spec is kept in the ConfigMap that stores
@@ -33,7 +33,7 @@ from ullage_operator.rollout.sealing import sealed_section, unsealed_section
 _logger = logging.getLogger(__name__)
 
 _SEALED = ("pools", "router")
-"""Sections of a spec that may contain environment variables."""
+"""Sections of a spec whose environment variables are hashed in the kept spec."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -224,7 +224,8 @@ def _salvaged(
 def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, str]:
     """Return a role for each live pool.
 
-    A pool gets its declared role if that role is readable and no other pool has it.
+    A pool gets its declared role if that role is readable and no other pool has it. All others
+    get the role Overflow, except that at least one pool must be Standard or Large.
     """
     roles: dict[str, str] = {}
     for pool in pools:
@@ -237,7 +238,7 @@ def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, st
 
 
 def _size_of(service: str, pool: str, observed: Observed) -> Manifest:
-    """Return a pool's replicas and the size of its engines from its StatefulSets."""
+    """Return a pool's replicas, and the nodes and GPUs per engine, from its StatefulSets."""
     names = (naming.pool_name(service, each) for each in (pool, naming.group_pool(pool)))
     keys = (ObjectKey("StatefulSet", name) for name in names)
     leaders, followers = (live_replicas(observed.objects.get(key)) or 0 for key in keys)

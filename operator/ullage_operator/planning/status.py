@@ -1,4 +1,4 @@
-"""Builds a service's status from its plan and observations. Pure."""
+"""Builds a service's status from its plan and observations."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -257,7 +257,7 @@ def fetching_condition(
 
 
 def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
-    """Return the workload of the stable engines, by pool."""
+    """Return the workload state of each pool's stable engines, by pool."""
     by_pool = {}
     for name, pool in service.spec.pools.items():
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))

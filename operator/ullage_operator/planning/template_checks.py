@@ -1,4 +1,4 @@
-"""Checks that pod templates in a spec do not conflict with the operator's own fields. Pure."""
+"""Checks that pod templates in a spec do not conflict with the operator's own fields."""
 
 from collections.abc import Iterator
 

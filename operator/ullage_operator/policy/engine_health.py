@@ -1,4 +1,4 @@
-"""Decides which engines' headroom reports to subscribe to, and summarises the reports. Pure."""
+"""Decides which engines' headroom reports to subscribe to, and summarises the reports."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Decides which nodes may be lost, from the state of their pods. Pure."""
+"""Decides which nodes may be lost, from the state of their pods."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime

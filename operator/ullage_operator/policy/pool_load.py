@@ -1,4 +1,4 @@
-"""Aggregates the load of a pool from the reports of all routers. Pure."""
+"""Aggregates the load of a pool from the reports of all routers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Determines the sizes of pools, and writes them to objects and annotations. Pure.
+"""Determines the sizes of pools, and writes them to objects and annotations.
 
 The number of engines of a pool is set by its spec, by the operator's scaling decisions, or by KEDA.
 """
@@ -19,7 +19,7 @@ Object = Mapping[str, Any]
 
 OWN = "ullage"
 KEDA = "keda"
-"""Values of `spec.pools.NAME.autoscaling.provider`: who decides how many engines a pool has."""
+"""Values of `autoscaling.provider`: the operator (`OWN`) or `KEDA` decides the size of a pool."""
 
 
 @dataclass(frozen=True, slots=True)

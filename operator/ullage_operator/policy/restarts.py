@@ -1,4 +1,4 @@
-"""Decides which engine pods to restart, from pods, nodes and headroom reports. Pure.
+"""Decides which engine pods to restart, from pods, nodes and headroom reports.
 
 The engine's own supervisor restarts workers. The kubelet restarts containers that exit or fail
 their liveness probe. Neither of them restarts a pod that started, stopped serving and stays
@@ -229,7 +229,7 @@ def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
 def _why_spared(
     diagnosis: Restart, others: Sequence[EnginePod], diagnoses: set[str], is_unreachable: bool
 ) -> str | None:
-    """Return the reason not to restart a pod, for example because it is the last serving pod."""
+    """Return why a pod must not be restarted, for example `LastServing`, or None if it may be."""
     if not diagnosis.pod.is_ready:
         return None
     if any(pod.is_terminating or not pod.has_started for pod in others):
@@ -245,7 +245,7 @@ def _why_spared(
 
 
 def _wait(policy: HealingSpec, history: Sequence[datetime], now: datetime) -> tuple[float, str]:
-    """Return the seconds until a pool's next restart is allowed, and the reason to wait."""
+    """Return the seconds until a pool's next restart is allowed, and why (0 and empty if now)."""
     if not history:
         return 0.0, ""
     if len(history) >= policy.restarts_per_hour:

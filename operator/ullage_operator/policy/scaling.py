@@ -1,4 +1,4 @@
-"""Decides how many engines each pool should have. Pure.
+"""Decides how many engines each pool should have.
 
     decide_replicas(policy, history, load, current, now) -> ScalingDecision, ScalingHistory
 
@@ -31,7 +31,7 @@ EASING = 1.05
 RELIEF = 0.95
 """New target utilisation as a fraction of the utilisation at which requests were late."""
 MIN_SHARE = 0.25
-"""Lower bound of the new target, as a fraction of the configured target.
+"""Lower bound of a lowered target utilisation, as a fraction of the configured target.
 
 At an even lower utilisation, adding engines does not make requests faster.
 """
@@ -54,7 +54,7 @@ class ReplicasAt:
 
 @dataclass(frozen=True, slots=True)
 class Strain:
-    """The target utilisation, lowered because requests were late."""
+    """A target utilisation, lowered because requests were late, and when it last changed."""
 
     at: float
     share: float

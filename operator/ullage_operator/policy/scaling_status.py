@@ -1,4 +1,4 @@
-"""Reports scaling decisions in the status, conditions and Events of a service. Pure."""
+"""Reports scaling decisions in the status, conditions and Events of a service."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

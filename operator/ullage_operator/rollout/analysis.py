@@ -1,4 +1,4 @@
-"""Decides from the routers' metrics whether a canary is worse than the stable engines. Pure.
+"""Decides from the routers' metrics whether a canary is worse than the stable engines.
 
 All limits are relative to the stable engines over the same period, so a problem that affects all
 engines does not fail a canary.
@@ -142,7 +142,7 @@ def errors(
 def slowness(
     name: str, canary: Mapping[float, int], stable: Mapping[float, int], ratio: float
 ) -> Analysis | None:
-    """Return a failure if the canary is significantly slower than the stable engines, else None.
+    """Return a failed analysis if the canary is significantly slower, or else None.
 
     The test is whether more than 5 % of the canary's latencies exceed `ratio` times the stable p95.
     """

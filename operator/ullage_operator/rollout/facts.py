@@ -1,4 +1,4 @@
-"""Turns observations into the facts that decide how a rollout advances. Pure."""
+"""Turns observations into the facts that decide how a rollout advances."""
 
 import dataclasses
 import hashlib
@@ -71,7 +71,7 @@ def canary_size(service: Service, pool: str, places: Mapping[str, int]) -> int:
 def crowded_pools(
     service: Service, observation: RolloutObservation, tried: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the pools whose canary takes the place of stable engines instead of being added.
+    """Return the pools whose canary replaces stable engines instead of running next to them.
 
     This happens for lack of free nodes, or because `surge` is `never`.
     """

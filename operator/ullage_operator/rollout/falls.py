@@ -1,4 +1,4 @@
-"""Counts engine crashes during a canary trial, from the engines' own counters. Pure.
+"""Counts engine crashes during a canary trial, from the engines' own counters.
 
 A crash, called a fall here, is the loss of a worker or the exit of a container. An engine's server
 counts the workers that it lost, and the kubelet counts container restarts. Both counters belong to

@@ -1,4 +1,4 @@
-"""Builds the objects of a rollout: its state, the canary's engines, and the routers' file. Pure."""
+"""Builds the objects of a rollout: its state, the canary's engines, and the routers' file."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,7 +23,7 @@ Manifest = dict[str, Any]
 
 
 def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> list[Manifest]:
-    """Return the objects to apply: the ConfigMap for the state, then the canary's engines."""
+    """Return the ConfigMap with the rollout's state, then the objects of the canary's engines."""
     name = naming.rollout_name(service.name)
     text = dump(plan.state)
     kept = Builder(service, naming.ENGINE).config_map(name, naming.ROLLOUT_STATE, text)
@@ -52,7 +52,7 @@ def _with_hashes(item: Manifest, hashes: Mapping[str, str]) -> Manifest:
 
 
 def router_file(plan: RolloutPlan) -> str:
-    """Return the rollout file, which tells routers about the canary and sleeping engines' adapters.
+    """Return the rollout file for routers: the canary, and the adapters of pools that may sleep.
 
     `ullage_router.rollout` reads the file.
     """

@@ -1,4 +1,4 @@
-"""The observations that a rollout depends on. Pure."""
+"""The observations that a rollout depends on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Plans which engines a service should have at a given point in its rollout. Pure."""
+"""Plans which engines a service should have at a given point in its rollout."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -47,9 +47,9 @@ class RolloutPlan:
 
     state: RolloutState
     stable: Service
-    """The service with the release of the stable engines."""
+    """The service, with the engine fields that the stable engines use."""
     canary: Service
-    """The service with the release of the canary."""
+    """The service, with the engine fields that the canary uses."""
     pools: tuple[str, ...]
     """Pools that currently have a canary."""
     weight: int

@@ -1,4 +1,4 @@
-"""Engine releases: the part of a spec that determines engine pods, as plain data. Pure.
+"""Engine releases: the part of a spec that determines engine pods, as plain data.
 
 A release contains the resolved image and every section of the spec that engine pods depend on. The
 operator merges the stable engines' release over the current spec. All other fields of the spec
@@ -72,7 +72,7 @@ def release_of(service: Service, settings: Settings) -> Release:
 
 
 def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pool that affect its engines. Pre-filling its model cache does not."""
+    """Return the fields of a pool that affect its engines, so without `modelCache.warm`."""
     cache = _without(pool["modelCache"], ("warm",))
     return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
 
@@ -98,15 +98,15 @@ def shared_hash(service: Service) -> str:
 
 
 def _security(context: SecurityContext) -> list[int | None]:
-    """Return the user and groups of pods (empty if all are defaults)."""
+    """Return the user and group IDs of pods (empty if all are defaults)."""
     chosen = [context.run_as_user, context.run_as_group, context.fs_group]
     return [] if chosen == [USER] * len(chosen) else chosen
 
 
 def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
-    """Return a release with exactly the fields and pools of the target release.
+    """Return the values of `release` for exactly the fields and pools of `target`.
 
-    Fields and pools missing from the release are new, so they take the target's values.
+    Fields and pools missing from `release` are new, so they take the values of `target`.
     """
     sections = {
         name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS
@@ -123,7 +123,7 @@ def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
 
 
 def _merged(name: str, target: Any, value_before: Any) -> Any:
-    """Return a section of a release with exactly the fields of the current spec."""
+    """Return the previous values of a section for exactly the fields of its `target`."""
     if name == ENGINE_TLS and target and value_before:  # its other fields concern only routers
         return {**target, SECRET_NAME: value_before[SECRET_NAME]}
     if name in (*_MERGED, *_MERGED_BELOW) and target and value_before:

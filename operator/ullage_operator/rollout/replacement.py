@@ -1,4 +1,4 @@
-"""Limits how fast pods with an outdated template are replaced. Pure.
+"""Limits how fast pods with an outdated template are replaced.
 
 Kubernetes replaces the pods of a StatefulSet one at a time, from last to first. If maxUnavailable
 allows more, the operator deletes the next pods itself, in the same order, so that both agree on

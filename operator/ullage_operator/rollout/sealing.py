@@ -1,4 +1,4 @@
-"""Seals and unseals specs: replaces values of environment variables with hashes and back. Pure.
+"""Seals and unseals specs: replaces values of environment variables with hashes and back.
 
 Sealed specs are stored in ConfigMaps. The values may be secrets, and more people may be allowed to
 read ConfigMaps than services.

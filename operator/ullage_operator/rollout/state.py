@@ -1,4 +1,4 @@
-"""The state of a rollout that is kept between reconciliations: its progress and releases. Pure.
+"""The state of a rollout that is kept between reconciliations: its progress and releases.
 
 The state is stored as text in a ConfigMap. If it is lost, the operator cannot tell a stable
 revision from one that was rolled back. It then leaves engines unchanged and reports the lost state,
@@ -50,7 +50,7 @@ class RolloutState:
     """Release of the revision that is being tried or has failed, or None if there is none."""
 
     def revision(self, target: Release) -> str:
-        """Return the revision of the spec's release. Releases stored here keep their revision.
+        """Return the revision of the release `target`. A release in this state keeps its revision.
 
         A revision is a hash of all fields. A newer operator with an additional field would compute
         a different revision for the same release, and would therefore retry a failed release.
@@ -61,7 +61,7 @@ class RolloutState:
         return other if other and self.tried == target else revision_of(target)
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
-        """Return the state with new progress and the releases to which that progress refers."""
+        """Return a state with new progress and the releases of the revisions that it names."""
         revision = self.revision(target)
         other = _other(progress)
         releases = {_other(self.progress): self.tried, revision: target}

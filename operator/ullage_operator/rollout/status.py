@@ -1,4 +1,4 @@
-"""Reports a rollout in the status and conditions of its service. Pure."""
+"""Reports a rollout in the status and conditions of its service."""
 
 from typing import Any
 

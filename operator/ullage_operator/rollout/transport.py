@@ -1,4 +1,4 @@
-"""Orders the steps of switching connections to engines between TLS and plaintext. Pure.
+"""Orders the steps of switching connections to engines between TLS and plaintext.
 
 During the switch, engines with TLS and engines with plaintext serve at the same time. Before the
 switch, routers are replaced with routers that support both. Afterwards, they are replaced with
