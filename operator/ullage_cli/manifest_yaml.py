@@ -182,7 +182,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _plain(tag: str, form: re.Pattern[str]) -> re.Pattern[str]:
-    """Restrict a pattern for unquoted values, so that 12:30:45 is not read as a base-60 number."""
+    """Return a tag's pattern for unquoted values, without base-60 numbers such as 12:30:45."""
     if tag not in (_INT, _FLOAT):
         return form
     return re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags)

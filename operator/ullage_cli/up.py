@@ -93,7 +93,7 @@ def collector(text: str) -> TracingSection:
 
 
 def traced_to(service: Service, section: TracingSection) -> Service:
-    """Return a copy of the service with its tracing section replaced."""
+    """Return a copy of the service with the given tracing settings."""
     replaced = msgspec.structs.replace
     observability = replaced(service.spec.observability, tracing=section)
     return replaced(service, spec=replaced(service.spec, observability=observability))

@@ -151,15 +151,12 @@ def _local_router(
 
 
 def _addresses(services: Iterable[str], targets: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the addresses of all engines behind the given Services.
-
-    Each Service is given as NAME:PORT.
-    """
+    """Return the gRPC addresses of all engines behind the given Services (as NAME:PORT)."""
     return [address for service in services for address in targets[service.split(":")[0]]]
 
 
 def adapters_of(service: Service, run_dir: Path) -> File:
-    """Return the adapters file, which all engines share."""
+    """Return the file that lists the service's LoRA adapters. All engines share this file."""
     return File(_adapters_path(run_dir), adapters_file(service))
 
 

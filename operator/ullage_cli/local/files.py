@@ -10,7 +10,7 @@ from ullage_operator.api.errors import LocalFailure
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A pod's configuration file."""
+    """A configuration file to write: its path and its text."""
 
     path: Path
     text: str

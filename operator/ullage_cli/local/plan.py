@@ -33,7 +33,7 @@ from ullage_operator.policy.pool_sizes import autoscaling_of, replicas
 MAX_SOCKET_PATH = 107
 """Maximum length of a Unix socket's path in bytes (`sockaddr_un` has 108, with the final null)."""
 SOCKET_NAME = "/worker-9999.ipc"
-"""Longest socket name that an engine creates in its folder."""
+"""Longest file name, with a leading slash, that an engine gives a Unix socket in its folder."""
 
 
 @dataclass(frozen=True, slots=True)

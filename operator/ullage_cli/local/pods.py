@@ -95,10 +95,10 @@ def _entry_point(command: Sequence[str]) -> list[str]:
 
 
 def _variable_value(variable: Manifest, pod_name: str) -> str:
-    """Return an environment variable's literal value (empty if none is given), or the pod's name.
+    """Return the value that an environment variable of a container has in the given pod.
 
-    The pod's name is the value for `metadata.name`, which is the only downward API field that the
-    manifests use.
+    This is the literal value (empty if the variable has none), or the pod's name if the variable
+    refers to `metadata.name`. The manifests use no other field of the downward API.
     """
     if "valueFrom" not in variable:
         return str(variable.get("value") or "")
@@ -107,7 +107,7 @@ def _variable_value(variable: Manifest, pod_name: str) -> str:
 
 
 def _mounts(container: Manifest, run_dir: Path, pod_name: str) -> dict[str, Path]:
-    """Return the local folder for each mount path. All pods share one folder for downloads."""
+    """Map each of a container's mount paths to a local folder. Pods share the download folder."""
     return {
         mount["mountPath"]: run_dir / mount["name"]
         if mount["mountPath"] == naming.CACHE_DIR
@@ -117,7 +117,7 @@ def _mounts(container: Manifest, run_dir: Path, pod_name: str) -> dict[str, Path
 
 
 def _translate(text: str, env: Mapping[str, str], mounts: Mapping[str, Path]) -> str:
-    """Expand $(NAME) as the kubelet does, and map a leading mount path to its local folder."""
+    """Expand $(NAME) as the kubelet does, and replace a leading mount path with a local folder."""
     for name, value in env.items():
         text = text.replace(f"$({name})", value)
 

@@ -204,7 +204,7 @@ def tail(path: Path) -> str:
 
 
 class LogLine(msgspec.Struct):
-    """The fields of a JSON log line that report progress."""
+    """The progress fields of a pod's JSON log line. All other fields are ignored."""
 
     stage: str = ""
     done_bytes: int = 0

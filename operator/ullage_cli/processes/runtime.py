@@ -19,10 +19,10 @@ END_TIMEOUT_S = 20.0
 """Seconds to wait for all processes to exit once they have been told to stop."""
 
 OnProgress = Callable[[str, str], None]
-"""Called with a pod's name and its progress."""
+"""Function that is called with a pod's name and its progress."""
 
 OnScaled = Callable[[str, str], None]
-"""Called with a pool's name and a description of its new size."""
+"""Function that is called with a pool's name and a description of its new size."""
 
 
 class LocalRuntime:
@@ -116,7 +116,7 @@ class LocalRuntime:
         self._runs[process.pod.name] = asyncio.create_task(self._run(process))
 
     async def _end_runs(self) -> None:
-        """Wait until all stopping processes have exited."""
+        """Wait up to END_TIMEOUT_S for all processes to exit, then cancel their tasks."""
         if self._runs:
             await asyncio.wait(self._runs.values(), timeout=END_TIMEOUT_S)
         for run in self._runs.values():
@@ -139,10 +139,10 @@ class LocalRuntime:
 
 
 def is_among(pods: Sequence[Pod], pod: Pod, sizes: Mapping[str, int]) -> bool:
-    """Return whether a pod should be running, given the current sizes of the pools.
+    """Return whether a pod should be running, given the sizes of the pools, by name.
 
     A pool of size 2, for example, runs its first two pods. The result is always True for routers
-    and for pods of pools without a size.
+    and for pods of pools that `sizes` does not list.
     """
     size = sizes.get(pod.part.removeprefix("pools."))
     mates = [each.name for each in pods if each.part == pod.part]

@@ -99,7 +99,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _router_url(options: argparse.Namespace, stack: contextlib.ExitStack) -> Callable[[], str]:
-    """Return a function that returns the router's URL, because a forwarded port may change."""
+    """Return a function that returns the router's current URL.
+
+    The URL may change, because a restarted `kubectl port-forward` may pick another port.
+    """
     if not options.service:
         address = (options.url or LOCAL_URL).rstrip("/")
         return lambda: address
@@ -138,7 +141,11 @@ def _watch(router: "RouterPages", options: argparse.Namespace) -> None:
 
 
 def _frames(router: "RouterPages", interval_s: float) -> Iterator[tuple[Frame | None, str]]:
-    """Yield one frame per interval, or None and the reason if the router cannot be sampled."""
+    """Yield a frame and an empty text at each interval.
+
+    If the router cannot be sampled, yield None and the reason instead. The first sample is taken
+    before the first interval. If that sample fails, the error is raised instead.
+    """
     before = router.sample()
     while True:
         time.sleep(interval_s)

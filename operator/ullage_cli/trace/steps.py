@@ -35,7 +35,7 @@ _ORDER = (
     ("engine", "finished"),
     ("router", "finished"),
 )
-"""Order in which to show events of the same millisecond, which is the precision of log lines."""
+"""Order in which to show events of the same millisecond. Log lines have no finer timestamps."""
 _PLACES = {key: place for place, key in enumerate(_ORDER)}
 
 _HIDDEN = frozenset({"time", "level", "logger", "message", "request_id", "event", "process"})
