@@ -54,7 +54,10 @@ class CacheGroup(msgspec.Struct, frozen=True):
     """Layers with the same kind of cache: full attention, a sliding window or recurrent states."""
 
     bytes_per_token: int
-    """Bytes per token over all layers and ranks (for states, a block's bytes per token)."""
+    """Bytes of one token's KV, summed over all layers and ranks.
+
+    For recurrent states, the bytes of a block divided by the number of tokens in a KV block.
+    """
     window_tokens: int = 0
     """Length of the sliding window in tokens (0 for a group without a window)."""
     state_blocks: int = 0
@@ -101,12 +104,18 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Each window's length in tokens and its maximum blocks per sequence during prefill."""
+        """Each sliding window's length in tokens and its maximum number of blocks during prefill.
+
+        The number of blocks is per sequence.
+        """
         return self._windows(self.prefill_chunk_tokens)
 
     @cached_property
     def decode_windows(self) -> tuple[tuple[int, int], ...]:
-        """Each window's length in tokens and its maximum blocks per sequence during decoding."""
+        """Each sliding window's length in tokens and its maximum number of blocks during decoding.
+
+        The number of blocks is per sequence.
+        """
         return self._windows(self.decode_tokens or self.prefill_chunk_tokens)
 
     def _windows(self, step_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -123,7 +132,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether all layers are in one full-attention group whose samples copy shared blocks."""
+        """Whether there is one cache group, with full attention, and samples copy shared blocks."""
         return self.num_growing == len(self.groups) == 1 and self.copies_shared_block
 
     @cached_property
@@ -275,7 +284,11 @@ def most_tokens(
 def _most_windowed(
     profile: MemoryProfile, blocks: int, prompt_tokens: int | None, samples: int
 ) -> int:
-    """Return the length of the longest sequence that fits in `blocks` blocks, by bisection."""
+    """Return the length in tokens of the longest sequence that fits in `blocks` blocks.
+
+    The function searches by bisection. The result is UNBOUNDED_TOKENS if a sequence of any
+    length fits.
+    """
     size = profile.block_tokens
 
     def price(num_blocks: int) -> int:

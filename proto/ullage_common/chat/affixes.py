@@ -13,14 +13,14 @@ _PROBE = "a"
 
 
 class EncodedText(Protocol):
-    """The part of `tokenizers.Encoding` that this module uses."""
+    """Protocol for the one attribute of `tokenizers.Encoding` that this module uses."""
 
     @property
     def ids(self) -> list[int]: ...
 
 
 class Encoder(Protocol):
-    """The part of `tokenizers.Tokenizer` that this module uses."""
+    """Protocol for the one method of `tokenizers.Tokenizer` that this module uses."""
 
     def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> EncodedText: ...
 

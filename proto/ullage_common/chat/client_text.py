@@ -35,7 +35,7 @@ class Marks:
 
     def __init__(self, characters: str, marks: str) -> None:
         self.others: Marks | None = None
-        """The second set of marks that may occur in the same text."""
+        """A second set of marks that may occur in the same text (None without one)."""
         self._pairs = list(zip(characters, marks, strict=True))
         self._marked = str.maketrans(dict(self._pairs))
         self._cleared = str.maketrans(dict(zip(marks, characters, strict=True)))
@@ -333,7 +333,7 @@ def _of(text: str, parts: Iterable[Any]) -> str:
 
 
 def escaped(value: Any) -> str:
-    """Escape HTML's special characters as entities."""
+    """Escape HTML's special characters as entities, and keep the marks of client text."""
     if not isinstance(value, ClientText):
         return markupsafe.escape(value)
     text = str(markupsafe.escape(value.plain))

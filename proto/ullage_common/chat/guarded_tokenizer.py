@@ -85,7 +85,7 @@ class GuardedTokenizer:
         return [self._ids.get(token_id, token_id) for token_id in ids if token_id != self._cut_id]
 
     def _broken(self, text: str) -> str:
-        """Break up every guarded token that a text spells, by inserting a boundary token."""
+        """Return the text with a boundary token inserted into each guarded token that it spells."""
         assert self._finder
         return self._finder.sub(lambda match: f"{match[0][0]}{self._cut}{match[0][1:]}", text)
 

@@ -26,17 +26,17 @@ from ullage_common.chat.tool_formats import Turn
 
 _MARKS = range(0xE000, 0xF900)
 _MORE_MARKS = range(0xF0000, 0xFFFFE)
-"""Code points for marks if `_MARKS` is too small. They make a string use four bytes a character."""
+"""Code points for marks if `_MARKS` is too small. They need four bytes per character."""
 
 
 _BARRED = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _TAG = re.compile(r"</?\w+>")
 _MARKUP = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 _JSON = frozenset('"\\{}[]:,')
-"""Punctuation that a template's JSON writes around client text."""
+"""Punctuation of JSON, avoided as key characters because templates write it around client text."""
 
 _COMMON = frozenset("_/()>")
-"""The most frequent punctuation of source code."""
+"""Punctuation that is frequent in source code, and therefore avoided as key characters."""
 
 _OWN_ROLES = frozenset({"assistant", "system"})
 """Roles whose text may contain tags."""
@@ -50,7 +50,7 @@ _SINGLETONS = range(0x300, 0x3400)
 
 @dataclass(frozen=True, slots=True)
 class ClearMarks:
-    """Restores the original characters of the marks in a rendered text."""
+    """Replaces the marks in a rendered text with the original characters."""
 
     guard: "SpecialTokenGuard"
     own: Marks
@@ -248,7 +248,7 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Add every character that a case conversion turns into one of the given letters."""
+    """Return the characters plus all that a case conversion turns into one of their letters."""
     letters = {character for character in characters if character.isalpha()}
     related = {*characters}
     if not letters:
@@ -280,7 +280,7 @@ def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
 
 
 def _composes(key: str) -> bool:
-    """Return whether NFC turns another character into this one, as it turns U+037E into `;`."""
+    """Return whether NFC turns any other character into this one, as it turns U+037E into `;`."""
     others = (chr(code_point) for code_point in _SINGLETONS if chr(code_point) != key)
     return any(key in unicodedata.normalize("NFC", other) for other in others)
 

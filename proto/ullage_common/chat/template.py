@@ -54,7 +54,7 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", *S
 _LOOP_VALUES = frozenset({"first", "last", "index", "index0"})
 
 _CHECKS_IDS = re.compile(r"length\s*[!=<>]=?\s*9\b")
-"""Matches the condition in Mistral's templates that tool call ids have nine characters."""
+"""Matches the check in Mistral's templates that tool call ids have nine characters."""
 
 _WORD = "x"
 _CALL = {"id": "a" * 9, "type": "function", "function": {"name": _WORD, "arguments": {}}}
@@ -188,7 +188,7 @@ class _Compiled:
     knows_calls: bool
     """Whether the template renders tool calls."""
     checks_ids: bool
-    """Whether the template refuses tool calls whose ids are longer than nine characters."""
+    """Whether the template checks that tool call ids have nine characters."""
     looks: Looks
 
     @property
@@ -245,7 +245,7 @@ class _GenerationTag(Extension):
 
 
 class _Generator(CodeGenerator):
-    """Compiles Jinja's operator `~` to the environment's `concat`."""
+    """Code generator that compiles Jinja's operator `~` to a call of the environment's `concat`."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat(map(str, (")

@@ -122,7 +122,10 @@ def _looks_closely(parsed: nodes.Template) -> bool:
 
 
 def _is_short(node: nodes.Node) -> bool:
-    """Return whether a node is one character or white space, which almost any text contains."""
+    """Return whether a node of a template's syntax tree is a string that almost any text contains.
+
+    Such a string is a single character or only white space.
+    """
     if not isinstance(node, nodes.Const) or not isinstance(node.value, str):
         return False
     return len(node.value) == 1 or node.value.isspace()

@@ -65,7 +65,7 @@ def for_format(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
 
 
 def described(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> list[Mapping[str, Any]]:
-    """Add an empty description to each tool without one, if the format's templates need it."""
+    """Return the tools. Tools without a description get an empty one if the format needs one."""
     return [_described(tool) if form is ToolFormat.HARMONY else tool for tool in tools]
 
 
@@ -139,9 +139,9 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
-    """Pair every turn with the tool results that follow it.
+    """Pair every turn with a list of the tool results that follow it.
 
-    Only turns with several tool calls are paired with results. All other results remain separate
+    The list is empty unless the turn has several tool calls. All other results remain separate
     turns.
     """
     grouped: list[tuple[Turn, list[Turn]]] = []

@@ -329,9 +329,9 @@ class HostedTiers(Strict, frozen=True, kw_only=True):
 
     @property
     def asked_host_bytes(self) -> int | None:
-        """Return the size of the host tier that the configuration requests, or None.
+        """Return the requested size of the host tier in bytes, or None if no size is requested.
 
-        The configuration requests a host tier if it sets the tier's size or has a tier below it.
+        A size is requested if the configuration sets one or has a tier below the host tier.
         The engine refuses to start if there is not enough memory for this size.
         """
         has_lower = any(getattr(self, name) for name in ("remote", "file"))
@@ -648,16 +648,20 @@ DEFAULT_MAX_LORAS = 8
 
 
 def default_max_loras(asked: int | None, *, has_adapters: bool) -> int:
-    """Return the maximum number of adapters loaded at once: `asked`, or a default if it is None."""
+    """Return the maximum number of adapters loaded at once.
+
+    This is `asked` if it is set. Otherwise it is DEFAULT_MAX_LORAS for an engine that starts with
+    adapters, and 0 for one that does not.
+    """
     if asked is not None:
         return asked
     return DEFAULT_MAX_LORAS if has_adapters else 0
 
 
 def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
-    """Return an error text if two adapters have the same name (empty if all names are unique).
+    """Return an error text if two adapters, or an adapter and the model, have the same name.
 
-    No adapter may have the model's name either.
+    The text is empty if all names are unique.
     """
     taken = {model}
     for place, adapter in enumerate(adapters):

@@ -88,8 +88,8 @@ class HeuristicsSection(Strict, frozen=True, kw_only=True):
 class FallbackSection(Strict, frozen=True, kw_only=True):
     """Load at which low-priority requests get the first step's answer, whatever its confidence.
 
-    This keeps these requests off the engines of later steps. It is enough that one of the two load
-    limits is reached.
+    This keeps these requests off the engines of later steps. The load is high enough if either
+    `pressure_level` or `queued_requests` is reached.
     """
 
     pressure_level: Count = 1

@@ -18,11 +18,11 @@ NO_RECORDS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME
 
 
 def host_of(host: str | None) -> str:
-    """Return the address to listen on.
+    """Return the address to listen on, without brackets.
 
     Args:
-        host: the configured address, or None for all addresses. If IPv6 sockets also accept IPv4
-            connections, None selects the IPv6 wildcard address.
+        host: the configured address, or None for all addresses. None gives the IPv6 wildcard
+            address if IPv6 sockets also accept IPv4 connections, and otherwise the IPv4 one.
     """
     if host is not None:
         return host.removeprefix("[").removesuffix("]")

@@ -65,7 +65,7 @@ def warn_unknown(path: Path, config: Strict) -> None:
 
 
 def _beyond(given: Any, parsed: Any, at: str) -> Iterator[str]:
-    """Yield the paths of the fields that are in `given` but not in `parsed`."""
+    """Yield the path of every field that is in the file (`given`) but not in `parsed`."""
     match given, parsed:
         case dict(), dict():
             for name, value in given.items():

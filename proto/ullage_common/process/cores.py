@@ -26,7 +26,7 @@ def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 def physical_cores(
     cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")
 ) -> list[list[int]]:
-    """Group logical cores by physical core, and order the groups by CPU package.
+    """Return groups of logical cores that share a physical core, ordered by CPU package.
 
     A logical core forms its own group if the kernel does not list its siblings.
     """

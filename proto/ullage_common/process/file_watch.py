@@ -46,7 +46,7 @@ def _files(folder: Path) -> list[tuple[str, int, int, int]]:
 async def follow(
     folders: Sequence[Path], seen: Fingerprint, reload: Callable[[], Awaitable[None]]
 ) -> None:
-    """Call `reload` after every change, until cancelled. A failed reload is retried.
+    """Call `reload` whenever a file in the folders changes, until cancelled. Retry failed reloads.
 
     Args:
         seen: the fingerprint from before the files were first read, so that no change is missed.

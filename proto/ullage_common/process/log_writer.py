@@ -129,7 +129,7 @@ class LineWriter(logging.Handler):
 
 
 def new_handler(stream: TextIO) -> logging.Handler:
-    """Return a handler for a stream: a LineWriter if the stream has a file descriptor."""
+    """Return a LineWriter for a stream, or a plain StreamHandler if it has no file descriptor."""
     try:
         fd = stream.fileno()
     except (OSError, ValueError):

@@ -123,7 +123,7 @@ class OomKills:
         return self.count() - self._looks[0] if self._looks else 0
 
     def _events(self, lines: list[str]) -> Path | None:
-        """Return the file in which the kernel counts the cgroup's OOM kills.
+        """Return the kernel's file that counts the cgroup's OOM kills, or None if there is none.
 
         Args:
             lines: lines of the process's `/proc/PID/cgroup`.

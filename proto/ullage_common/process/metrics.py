@@ -108,7 +108,7 @@ class CounterName(MetricName):
         return Counts(self, registry, first)
 
     def family(self) -> CounterMetricFamily:
-        """Return a metric family to which a collector adds the current samples at each scrape."""
+        """Return an empty metric family, to which a collector adds samples at each scrape."""
         return CounterMetricFamily(self.name, self.text, labels=self.labels)
 
 
@@ -121,7 +121,7 @@ class GaugeName(MetricName):
         return Gauge(self.name, self.text, self.labels, registry=registry)
 
     def family(self) -> GaugeMetricFamily:
-        """Return a metric family to which a collector adds the current samples at each scrape."""
+        """Return an empty metric family, to which a collector adds samples at each scrape."""
         return GaugeMetricFamily(self.name, self.text, labels=self.labels)
 
 

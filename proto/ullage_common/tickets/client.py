@@ -163,7 +163,7 @@ class PickBatcher:
             await self._call()
 
     async def _quiet(self) -> None:
-        """Wait for up to QUIET_S, so that reports can be sent together with the next request."""
+        """Wait up to QUIET_S for a request to place, which can share an RPC with the reports."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._news.wait()
@@ -206,7 +206,10 @@ class PickBatcher:
         self._deal(groups, response)
 
     def _keep(self, accepted: list[int], ended: list[int]) -> None:
-        """Keep unsent reports for the next RPC, because they free resources in the router."""
+        """Put reports that could not be sent back into the queue for the next RPC.
+
+        They must not be lost, because they free resources in the router.
+        """
         self._accepted = (accepted + self._accepted)[:MAX_REPORTS]
         self._ended = (ended + self._ended)[:MAX_REPORTS]
 
@@ -252,7 +255,7 @@ def _merged(group: list[_PendingPick]) -> pb.PricedRequest:
 def _places(
     count: int, answers: Iterator[pb.Placed], engines: Sequence[str]
 ) -> Iterator[Pick | None]:
-    """Yield a pick for each of `count` equal requests, or None for each refused request.
+    """Yield the engine and ticket of each of `count` equal requests, or None if it was refused.
 
     One entry in the router's response may place several requests.
     """
@@ -488,7 +491,10 @@ class Client:
             self._batcher.on_ended(pick)
 
     def _engine(self, address: str) -> grpc.aio.Channel:
-        """Return an engine's channel. If too many are open, close the least recently used one."""
+        """Return the channel to an engine, opening it if necessary.
+
+        If too many channels are open, the least recently used one is closed.
+        """
         channel = self._engines.pop(address, None) or open_channel(address, self._credentials)
         self._engines[address] = channel
         if len(self._engines) > MAX_ENGINES:

@@ -40,7 +40,7 @@ CACHE_SALT_BYTES = 16
 
 
 def cache_salt(tenant: str, salt: str = "") -> bytes:
-    """Return a tenant's cache salt, combined with the salt that a request sets, if any.
+    """Return the cache salt of a tenant's request, which may set a `salt` of its own.
 
     Requests share cached KV only if their cache salts are equal.
     """
@@ -49,7 +49,7 @@ def cache_salt(tenant: str, salt: str = "") -> bytes:
 
 
 def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
-    """Combine a tenant's cache salt with the salt that a request sets, if any.
+    """Return a tenant's cache salt, hashed together with a request's own salt if it sets one.
 
     Args:
         tenant_salt: the cache salt of the tenant's requests that set no salt themselves.
@@ -85,7 +85,7 @@ class Claims(NamedTuple):
     samples: int
     priority: int
     uses: int = 1
-    """Number of requests, each within these limits, that may use the ticket.
+    """Number of requests that may use the ticket. Each must be within the limits of the claims.
 
     Older routers write 0, which means one.
     """
@@ -206,7 +206,7 @@ class TicketUses:
         return len(self._counts)
 
     def has_room_for(self, ticket_id: int) -> bool:
-        """Return whether another use of the ticket can be recorded."""
+        """Return whether a use of the ticket can be counted without exceeding the capacity."""
         return ticket_id in self._counts or len(self._counts) < self._capacity
 
     def count(self, ticket_id: int) -> int:

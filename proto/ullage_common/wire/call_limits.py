@@ -52,7 +52,7 @@ class _Held:
         return True
 
     def oldest_of_greediest(self) -> Place | None:
-        """Return the oldest slot of the owner that holds the most slots."""
+        """Return the oldest slot of the owner with the most slots, or None if there are none."""
         most = max(self._by_owner.values(), key=len, default=None)
         return next(iter(most)) if most else None
 
@@ -203,7 +203,7 @@ class ReceiveRoom:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Revoke a slot from the owner that holds the most, for the first eligible waiter.
+        """Revoke a slot of the owner that holds the most, if an owner with fewer slots is waiting.
 
         If the slot is still in its grace period, try again when the period ends.
         """

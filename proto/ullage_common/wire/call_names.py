@@ -45,7 +45,7 @@ async def _refuse(call: Any) -> None:
 
 
 class Server(_server.Server):
-    """A gRPC server for registered methods, which is what generated gRPC code provides.
+    """A gRPC server that serves only registered methods, such as those of generated gRPC code.
 
     Args:
         interceptors: interceptors for every call.

@@ -21,9 +21,9 @@ The request itself is then considered to be the cause.
 MAX_LOSSES = 16
 """Total number of lost engines after which the request is abandoned."""
 MAX_BREAKAGES = 2
-"""Number of engine failures blamed on the request, after which the request is abandoned."""
+"""Number of losses with a reason in BREAKAGES after which the request is abandoned."""
 BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
-"""Error reasons which indicate that the request itself made an engine fail."""
+"""Error reasons that suggest that the request itself made an engine fail."""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Progress:
 
     @property
     def goes_on_inexactly(self) -> bool:
-        """Whether the latest engine's fingerprint differs from those behind the output so far."""
+        """Whether the latest engine's fingerprint differs from one in `fingerprints`."""
         return bool(self.fingerprints) and self.fingerprints != (self._fingerprint,)
 
     def on_accepted(self, accepted: pb.Accepted, max_tokens: int) -> None:
@@ -180,7 +180,7 @@ class Losses:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the request may be crashing engines, so that it should next run alone."""
+        """Whether the request may be crashing engines. If so, its next attempt should run alone."""
         return self._stalled >= MAX_STALLED_LOSSES - 1
 
     @property
@@ -191,7 +191,7 @@ class Losses:
 
 
 def write_cached(usage: pb.Usage, accepted: pb.Accepted) -> None:
-    """Set the cached prompt tokens in `usage` to the counts of the answer's first engine.
+    """Copy the counts of cached prompt tokens from the first engine's `accepted` into `usage`.
 
     A later engine would also count earlier output tokens, because it receives them as part of its
     prompt.

@@ -12,11 +12,11 @@ import msgspec
 
 DIGEST_DIGITS = 24
 _KEY_DIGITS = 12
-"""Number of digits of an adapter's digest to include in the adapter's key."""
+"""Number of digits of the files' digest in an adapter's key (see `adapter_key`)."""
 _SHOWN = 3
 """Maximum number of engines that an error text lists for each value of a fact."""
 _UNREPORTED = "fingerprint"
-"""Pseudo-fact in `differences` that separates engines with a fingerprint from those without."""
+"""Key in the result of `differences` that separates engines with a digest from those without."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -42,7 +42,9 @@ def fingerprint_of(facts: Mapping[str, str]) -> Fingerprint:
 
 
 def differences(engines: Mapping[str, Fingerprint]) -> Differences:
-    """Return the facts in which engines differ (empty if all digests are equal).
+    """Return the facts in which engines differ, with the engines that share each value.
+
+    The result is empty if all digests are equal.
 
     Args:
         engines: fingerprints by engine name.

@@ -16,7 +16,7 @@ MAX_PARTS = 1 << 17
 This is twice the number in a conversation of 8192 turns with as many tool calls.
 """
 LIGHT_PARTS = 1024
-"""Maximum fields and list entries in a message that is light enough for the event loop to parse."""
+"""Maximum number of fields and list entries in a message that the event loop may parse."""
 LIGHT_PACKED_BYTES = 1 << 20
 """Maximum total bytes of packed number lists in a message that the event loop may parse."""
 MAX_DEPTH = 32
@@ -26,7 +26,7 @@ _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
 _LAST_BYTES = bytes(range(128, 256))
-"""Byte values that cannot be the last byte of a varint."""
+"""Possible values of a varint's bytes other than the last, which is below 128."""
 _SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 

@@ -150,7 +150,7 @@ class _Stream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give_turn(self) -> None:
-        """Yield to the event loop, and wait while the router does not read responses."""
+        """Let other tasks run, and wait until the router has read enough of the responses."""
         await asyncio.sleep(0)
         await self._wait_for_reader()
 
@@ -251,7 +251,7 @@ class CallContext:
 
     @property
     def pace(self) -> SendPace:
-        """Pace at which responses are sent. A faster producer can use it to batch its tokens."""
+        """Pace at which responses are sent. A faster producer can batch its tokens to match it."""
         return self.send_window.pace
 
     def write(self, response: pb.GenerateResponse) -> Coroutine[None, None, None]:

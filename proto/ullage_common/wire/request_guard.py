@@ -60,9 +60,10 @@ MAX_PUBLIC_CALLS = 512
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Admit = Callable[[str, Mapping[str, str]], str | None]
-"""Decides whether to admit an RPC, given its method and metadata.
+"""Function that decides whether to admit an RPC, given its method and metadata.
 
-Returns the RPC's tenant, or None for a public method. Raises ServiceError to refuse the RPC.
+It returns the RPC's tenant, or None for a public method. It raises ServiceError to refuse
+the RPC.
 """
 Run = Callable[[int, str, Callable[[], Any]], Awaitable[Any]]
 """Runs a function that processes a tenant's request of a given size in bytes.
@@ -72,7 +73,7 @@ A large request is processed off the event loop.
 Hold = Callable[[str, asyncio.Timeout], contextlib.AbstractContextManager[Place]]
 Enter = Callable[[Context], contextlib.AbstractAsyncContextManager[None]]
 Begin = Callable[[AsyncIterator[bytes], Context], Awaitable[tuple[Any, Context]]]
-"""Returns an RPC's request, or its stream of requests, and the context to pass to the handler."""
+"""Function that returns an RPC's request (or stream of requests) and the handler's context."""
 
 
 def admit_all(method: str, metadata: Mapping[str, str]) -> str | None:
@@ -210,7 +211,10 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     async def _receive_stream(
         self, parse: Any, tenant: str, requests: AsyncIterator[bytes], context: Context
     ) -> tuple[Any, Any]:
-        """Return a stream's requests, and the context from which a handler can read them."""
+        """Return a stream's requests and the handler's context, which are the same object.
+
+        A handler may therefore read the requests from either.
+        """
         stream = _RequestStream(context, partial(self._parse_apart, parse, tenant, context))
         return stream, stream
 

@@ -78,7 +78,7 @@ def new_server(
     guard: RequestGuard | None = None,
     options: Sequence[tuple[str, int]] = (),
 ) -> grpc.aio.Server:
-    """Create a server that has no services or ports yet. A guard refuses malformed requests.
+    """Create a server that has no services or ports yet. Its guard refuses malformed requests.
 
     Args:
         guard: admits RPCs, or None to admit every RPC from every client.
@@ -114,7 +114,7 @@ class Health:
         await self.set_ready(False)
 
     def attach_alone(self, server: grpc.aio.Server) -> None:
-        """Add only the health service, without reflection, to a probe server, which has no TLS."""
+        """Add the health service, but no reflection, to a probe server (which has no TLS)."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_live(self, live: bool) -> None:

@@ -168,7 +168,7 @@ class Certificates:
         return self._material
 
     def state(self) -> dict[str, object]:
-        """Return the certificate's state for /stats."""
+        """Return the certificate's folder, expiry and problem (empty if none) for /stats."""
         expires = self.material.expires
         left_s = (expires - _now()).total_seconds()
         return {

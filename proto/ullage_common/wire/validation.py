@@ -278,7 +278,7 @@ def is_growing(request: inference_pb2.GenerateRequest) -> bool:
 
 
 class _PartialAnswer(Protocol):
-    """The output of one answer so far, as a protobuf message or as part of a `Progress`."""
+    """Protocol for an answer's output so far: a protobuf message or an answer in a `Progress`."""
 
     @property
     def token_ids(self) -> Collection[int]: ...
