@@ -99,7 +99,7 @@ class Arena:
 
     @property
     def path(self) -> str:
-        """Path with which the same user's other processes can `attach` while this process runs."""
+        """Path that other processes of this user can pass to `attach` while this process runs."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def cut(self, slot_bytes: int) -> None:
@@ -128,7 +128,7 @@ class Arena:
             self._mapping.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Free the memory, or let it be freed when the last view of a slot is released."""
+        """Free the memory now, or when the last view of a slot is released."""
         with contextlib.suppress(BufferError):
             self.memory.release()
             self._mapping.close()

@@ -55,7 +55,7 @@ class TierLoad:
 
     tier: str
     ends_at: float
-    """Deadline as a time on the store's clock."""
+    """Time of the deadline on the store's clock."""
     blocks: list[PendingBlock] = field(default_factory=list)
     arrived: "Future[None]" = field(default_factory=Future)
     """Future that completes once every block has its result."""
@@ -112,7 +112,7 @@ class BlockFetch:
         return run(self._await(places))
 
     def expect(self, place: int, block: PendingBlock) -> None:
-        """Take the result for index `place` from a pending block, which other fetches may share."""
+        """Record that the block at index `place` is pending. Other fetches may also wait for it."""
         self._pending[place] = block
 
     def _fetch_each(self, parts: Iterator[range]) -> Steps:
@@ -122,8 +122,8 @@ class BlockFetch:
     def _locate(self, part: range) -> dict[str, list[int]]:
         """Group the blocks that are not in host memory by the lower tier that stores them.
 
-        Blocks already in host memory are resolved immediately. Blocks not found in any tier are
-        skipped.
+        Blocks already in host memory get their results immediately. Blocks not found in any tier
+        are skipped.
         """
         places_by_tier = dict[str, list[int]]()
         tiers = self._loader.locate(self.keys[part.start : part.stop])
@@ -172,7 +172,8 @@ class Loader:
             block_bytes: bytes per block.
             lease: lease under which slots are reserved.
             tiers: tiers below host memory, the fastest first.
-            locate: returns, for each block, the name of the fastest tier that has it, or "".
+            locate: returns, for each block, the name of the fastest tier that has it, or "" if none
+                has it.
             clock: returns the time in seconds.
         """
         self.tiers = tiers
@@ -197,7 +198,7 @@ class Loader:
     def load(
         self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int], deadline_s: float
     ) -> None:
-        """Start loading a fetch's blocks at the indices `places` from one tier."""
+        """Start loading the blocks at the indices `places` of a fetch from one tier."""
         load = self._reserve(fetch, tier, places)
         if not load.blocks:
             return
@@ -214,7 +215,7 @@ class Loader:
         self.alarms.close()
 
     def _reserve(self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int]) -> TierLoad:
-        """Reserve slots for the blocks that no other fetch is loading, as one `TierLoad`."""
+        """Reserve slots for blocks that no fetch is loading yet. Return them as a `TierLoad`."""
         load = TierLoad(tier.name, fetch.ends_at)
         with self._lock:
             for place in places:
@@ -257,7 +258,7 @@ class Loader:
 
 
 def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
-    """Return the key before index `place`, or None if there is none or its prefix differs.
+    """Return the key before index `place`, or None if there is none in the same chain.
 
     A chain is the sequence of one text's blocks, whose keys have a common prefix.
     """

@@ -77,7 +77,7 @@ class TransferBatch:
             self.future.set_result(results)
 
     def expire(self, result: Result) -> bool:
-        """Set this result for all unfinished transfers. Return False if there are none."""
+        """Set this result for all unfinished transfers. Return False if there were none."""
         with self._lock:
             if not self._num_open:
                 return False
@@ -138,7 +138,7 @@ class Deadlines:
 
 
 class Job:
-    """One call's transfers, in order, and the function that processes them."""
+    """The transfers of one call, in order, and the function that performs them."""
 
     def __init__(
         self, work: Work, places: Iterable[int], batch: TransferBatch | None = None
@@ -238,7 +238,7 @@ class Lane:
     def close(self, ends_at: float, *, drop: bool = False) -> bool:
         """Stop the threads once the queue is empty.
 
-        With `drop`, waiting transfers are dropped first.
+        If `drop`, waiting transfers are dropped first.
 
         Returns:
             Whether all threads have stopped by the monotonic time `ends_at`.

@@ -317,7 +317,10 @@ class FileTier:
         places: Sequence[int],
         results: dict[int, Result],
     ) -> dict[int, SlotRef]:
-        """Reserve a slot for each transfer. Where that fails, set the reason as its result."""
+        """Reserve a slot for each transfer, and return the slots by the transfers' indices.
+
+        If no slot can be reserved for a transfer, `results` gets the reason.
+        """
         refs = dict[int, SlotRef]()
         for place in places:
             if not batch.is_open(place):
@@ -387,7 +390,7 @@ class FileTier:
             self._on_failure(self._save_breaker, str(error))
 
     def _writable_volume(self, num_slots: int) -> _Volume:
-        """Return the files to save to, growing them until `num_slots` are free if possible.
+        """Return the volume to save to, grown until `num_slots` slots are free if possible.
 
         Deleted files are replaced with new ones. Only the saving thread that is currently taking
         transfers from the queue may call this method.

@@ -21,7 +21,10 @@ def done(value: Value) -> "Future[Value]":
 
 
 def all_done(futures: "Sequence[Future[Any]]") -> "Future[None]":
-    """Return a future that completes once all the given futures have. None of them may fail."""
+    """Return a future that completes once all the given futures have completed.
+
+    None of the given futures may fail.
+    """
     if not futures:
         return done(None)
 

@@ -51,7 +51,7 @@ class Reserved(NamedTuple):
     status: Status
     """STORED if a slot was reserved, which the caller must now write and commit.
 
-    EXISTS, BUSY, FULL or STALE mean that no slot was reserved.
+    If it is EXISTS, BUSY, FULL or STALE, no slot was reserved.
     """
     ref: SlotRef | None = None
 
@@ -271,7 +271,10 @@ class SlotIndex:
             return Reserved(Status.STORED, self._place(slot, key, above, shard).ref)
 
     def _hold_parent(self, shard: _Shard, parent: bytes | None) -> _Entry | None:
-        """Register a child with its parent block, so that the parent is not evicted first."""
+        """Count a new child of the parent block, so that the parent is not evicted first.
+
+        Return the parent's entry, or None if the index has no such block.
+        """
         above = None if parent is None else shard.by_key.get(parent)
         if above is not None:
             above.num_children += 1
@@ -364,7 +367,7 @@ class SlotIndex:
             self._evict_first(oldest)
 
     def _oldest(self) -> _Shard | None:
-        """Return the shard that holds the next block to evict, or None if there is none."""
+        """Return the shard that holds the next block to evict, or None if no block is evictable."""
         oldest = None
         last_used = 0
         for shard in self._shards:
@@ -449,7 +452,7 @@ class Lease:
 
     @property
     def pinned(self) -> Counter[SlotRef]:
-        """Number of pins on each slot."""
+        """Number of pins that this lease holds on each slot."""
         return Counter(self._pinned)
 
     def reserve(self, key: bytes, parent: bytes | None = None) -> Reserved:

@@ -65,5 +65,5 @@ def extend_keys(
 
 
 def part_key(key: bytes, part: str) -> bytes:
-    """Return the key of a block's separately stored part, such as its sliding-window layers."""
+    """Return the key of a block's part that is stored separately, such as sliding-window layers."""
     return key[:CHAIN_BYTES] + hashlib.sha256(key + part.encode()).digest()[CHAIN_BYTES:]

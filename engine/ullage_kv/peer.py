@@ -47,7 +47,7 @@ _STATUSES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Status.BUSY,
 }
 _HEALTHY = {Status.STALE, Status.BUSY}
-"""Statuses of requests that a healthy peer refused. They do not count as peer failures."""
+"""Statuses with which even a healthy peer refuses a request. They do not count as peer failures."""
 _ROOMS = {
     pb.ROOM_ALREADY_HAVE: Status.EXISTS,
     pb.ROOM_FULL: Status.FULL,
@@ -327,7 +327,7 @@ class _Arriving:
         return [result or otherwise for result in self._results]
 
     def refuse(self, places: Sequence[int]) -> None:
-        """Set BUSY as the result of blocks that the peer has but currently refuses to send."""
+        """Set the result BUSY for blocks that the peer has but currently refuses to send."""
         for place in places:
             self._results[place] = Result(Status.BUSY, REMOTE)
 

@@ -45,10 +45,10 @@ MAX_LOOKS = 64
 MAX_QUEUED = 256
 """Maximum number of blocks waiting to be copied to a peer. Waiting blocks are pinned."""
 BATCH_BYTES = 32 << 20
-"""Size in bytes at which a batch of blocks to copy is full and is sent."""
+"""Number of bytes after which no more blocks are added to a batch of copies."""
 
 _NOT_THERE = {Status.MISS, Status.CORRUPT}
-"""Results of reads that reveal a wrong hint."""
+"""Statuses of reads which show that a hint was wrong."""
 
 log = logging.getLogger(__name__)
 
@@ -400,7 +400,10 @@ class RemoteTier:
                 start = end
 
     def _next_batch(self) -> list[_Copies]:
-        """Wait for blocks to copy, and return them. Return [] once the tier is closed and done."""
+        """Wait for blocks to copy, and return them.
+
+        Return [] once the tier is closed and no blocks are left.
+        """
         batch = list[_Copies]()
         num_bytes = 0
         with self._has_copies:

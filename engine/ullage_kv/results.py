@@ -40,7 +40,7 @@ class Result:
 
     status: Status
     tier: str = ""
-    """Name of the tier that has or had the block, or "" if there is none."""
+    """Name of the tier that stores or stored the block, or "" if there is none."""
     num_bytes: int = 0
     """Number of bytes copied."""
     error: str = ""

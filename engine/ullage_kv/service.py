@@ -85,7 +85,7 @@ class NewBlock:
 
 @dataclass(slots=True, eq=False)
 class PeerLease:
-    """A peer's lease, with pinned blocks by key and new blocks by index in the request."""
+    """A peer's lease: its pinned blocks by key, and its new blocks by index in the request."""
 
     number: int
     peer: str
@@ -143,7 +143,7 @@ class PeerLeases:
         return max(0, min(share - own, 2 * share - self.num_slots))
 
     def find(self, number: int) -> PeerLease:
-        """Return an open lease.
+        """Return the open lease with this number.
 
         Raises:
             ServiceError: the lease has ended or never existed.
@@ -373,7 +373,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
     # both ----------------------------------------------------------------------------------------
 
     def _store(self, geometry: pb.Geometry) -> Store:
-        """Return the served store after checking that it is compatible with the peer's.
+        """Return the served store, after checking that it is compatible with the peer's store.
 
         Raises:
             ServiceError: there is no store, or its namespace or block size differs from the peer's.

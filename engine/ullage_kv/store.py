@@ -215,7 +215,7 @@ class Store:
         return names
 
     def lookup_prefix(self, keys: Sequence[bytes]) -> list[str]:
-        """Return the tier of each block in the longest prefix in which every block is stored."""
+        """Return the tier of each block in the longest prefix of `keys` that is stored in full."""
         names = self.contains(keys)
         return names[: names.index("")] if "" in names else names
 
@@ -305,7 +305,7 @@ class Store:
         return self._stored if status is Status.STORED else Result(status, HOST)
 
     def was_read(self, results: Sequence[Result]) -> None:
-        """Count blocks that a lease holder has read directly from slots."""
+        """Add blocks that a lease holder has read directly from slots to the statistics."""
         self._counter.loaded(results)
 
     def stats(self) -> list[TierStats]:

@@ -61,10 +61,10 @@ class LowerTier(Protocol):
         """
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        """Store copies of blocks. The result is BUSY if too many blocks are waiting already."""
+        """Store copies of blocks. A block's result is BUSY if too many are already waiting."""
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Drop copies of blocks, which must never be read again."""
+        """Drop this tier's copies of these blocks, which must never be read again."""
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
         """Drop all blocks of the given chains, or all blocks if None.
@@ -146,7 +146,7 @@ class TierCounter:
         self._failures = Counter[str]()
 
     def loaded(self, results: Sequence[Result]) -> None:
-        """Count the results of reads."""
+        """Add the results of reads to the counters."""
         with self._lock:
             for result in results:
                 is_hit = result.status is Status.HIT
@@ -157,7 +157,7 @@ class TierCounter:
                     self._failures[result.status] += 1
 
     def saved(self, results: Sequence[Result]) -> None:
-        """Count the results of writes."""
+        """Add the results of writes to the counters."""
         with self._lock:
             for result in results:
                 self._written_bytes += result.num_bytes
@@ -175,7 +175,7 @@ class TierCounter:
         evictions: int = 0,
         queued: int = 0,
     ) -> TierStats:
-        """Return the tier's statistics, which consist of the counters and the given values."""
+        """Return the tier's statistics: its counters, combined with the given values."""
         with self._lock:
             return TierStats(
                 name=name,

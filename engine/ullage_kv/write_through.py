@@ -18,7 +18,10 @@ Blocks whose `Block.is_kept` is set are copied on their first use.
 """
 
 _PART_BYTES = 16 << 20
-"""Maximum bytes per `save` call to a lower tier, whose blocks stay pinned until it completes."""
+"""Maximum bytes per `save` call to a lower tier.
+
+The blocks stay pinned until the call completes.
+"""
 
 
 class WriteThrough:

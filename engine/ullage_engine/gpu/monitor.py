@@ -118,7 +118,7 @@ class GpuMonitor:
         """Wait until the next sample is due, and report Xid errors in the meantime.
 
         Returns:
-            The given stream of Xid errors, or None if the driver has stopped reporting errors.
+            `events`, or None if the driver has stopped reporting Xid errors.
         """
         while events is not None and (left_s := until - time.monotonic()) > 0:
             try:

@@ -128,7 +128,7 @@ class Nvml:
         if all GPUs of a node are the same model.
 
         Raises:
-            NvmlUnavailableError: there is no such GPU.
+            NvmlUnavailableError: CUDA would see no GPU.
         """
         handles = itertools.islice(self._visible(environment.get("CUDA_VISIBLE_DEVICES")), limit)
         if gpus := [Gpu(self, handle, number) for number, handle in enumerate(handles)]:

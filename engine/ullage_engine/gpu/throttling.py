@@ -18,7 +18,7 @@ The state of a GPU between samples is unknown, so longer gaps are capped at this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoostState:
-    """The fraction of the batch that may run, and the timers that decide when it changes."""
+    """The fraction of the batch that may run, and the timers that decide when to change it."""
 
     batch_share: float = 1.0
     """Fraction of the largest batch that may run. Boost is off if this is below 1."""

@@ -65,7 +65,7 @@ def pad_rows(rows: int) -> int:
 
 
 def pad_to_bucket(tokens: int) -> int:
-    """Return the padded row count of the layers' matmuls in a step with this many tokens."""
+    """Return the number of rows, with padding, of the layers' matmuls for `tokens` tokens."""
     if tokens <= 64:
         return _round_up(tokens, 1)
     step = 64 if tokens <= 1024 else 512
@@ -78,9 +78,9 @@ def context_bucket(blocks: int) -> int:
 
 
 def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
-    """Return the next group's row counts, without and with padding, if `rows` decodes remain.
+    """Return how many of `rows` remaining decodes the next group takes, and its padded size.
 
-    The padded count is a power of two and at most `max_rows`.
+    The padded size is a power of two and at most `max_rows`.
     """
     above = 1 << (rows - 1).bit_length()
     if above <= max_rows and (above - rows) <= MAX_ROW_WASTE * above:
@@ -96,7 +96,7 @@ def tile_rows(blocks: int, block_tokens: int) -> int:
 
 
 def tile_bucket(rows: int) -> int:
-    """Return the padded row count of a prefill tile."""
+    """Round the number of rows in a prefill tile up to the padded size."""
     return max(MIN_TILE_ROWS, 1 << (rows - 1).bit_length())
 
 
@@ -285,7 +285,7 @@ class StepLimits:
     """Maximum number of tokens per expert slice (see `SLICE_TOKENS`)."""
 
     def product_rows(self, tokens: int) -> int:
-        """Return the padded row count of the layers' matmuls for this many tokens."""
+        """Return the number of rows, with padding, of the layers' matmuls for `tokens` tokens."""
         return pad_to_bucket(pad_rows(tokens) if self.deterministic else tokens)
 
     def slice_tokens(self, tokens: int) -> int:

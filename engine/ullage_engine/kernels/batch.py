@@ -1,6 +1,6 @@
 """Converts a step plan to the index arrays of one flat batch of tokens, decodes first.
 
-Everything here is vectorised over whole arrays. The module also divides a batch into groups of
+All computations are vectorised over whole arrays. The module also divides a batch into groups of
 decodes and tiles of prompts, because some attention code gathers KV by group or tile instead of
 reading KV pages in place.
 """
@@ -55,7 +55,7 @@ class Spans:
     """Row of each run's block table in `PagedRows.prompt_tables`."""
 
     def cut(self, size: int) -> "Spans":
-        """Split the runs further, so that none has more than `size` tokens."""
+        """Return these runs, split further so that none has more than `size` tokens."""
         if len(self.counts) == 0:
             return self
         pieces = -(-self.counts // size)
@@ -151,7 +151,7 @@ PADDING = Chunk(
     num_prompt_tokens=0,
     next_state_slot=NO_SLOT,
 )
-"""A decode that pads a step. It stores no KV and attends to no tokens."""
+"""Decode that is added to pad a step to a fixed shape. It stores no KV and attends to no tokens."""
 
 
 def build_batch(
@@ -174,8 +174,8 @@ def build_batch(
         padded_decodes: rounds up the number of decodes in a step without prompts, so that all steps
             in the same bucket have arrays of the same shapes. If None, no rows are added.
         conv_kernel: number of taps in the model's convolutions, or 0 if it has no convolutions.
-        scratch_block: block for the KV of replayed tokens, not in any sequence's block table. Only
-            models with convolutions need this block.
+        scratch_block: block for the KV of recomputed tokens, which is not in any sequence's block
+            table. Only models with convolutions need this block.
         windowed: whether layers with sliding windows have separate blocks.
         tables: block tables from earlier steps, or None if there are none yet.
     """
@@ -255,7 +255,7 @@ class _Layout:
         return cls(chunks, num_decodes, num_padding, *places)
 
     def windowed(self) -> "_Layout":
-        """Return the same layout, but with the block tables of the sliding-window layers."""
+        """Return a copy of the layout with the block tables of the sliding-window layers."""
         chunks = [replace(chunk, block_ids=chunk.window_block_ids) for chunk in self.chunks]
         return dataclass_replace(self, chunks=chunks)
 

@@ -32,7 +32,7 @@ _Shape = tuple[int, ...]
 class RowProducts:
     """Computes batch-invariant matmuls of x [rows, in] and weights [in, out], single or batched.
 
-    The number of rows is a multiple of `UNIT_ROWS`.
+    The number of rows must be a multiple of `UNIT_ROWS`.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class RowProducts:
     def _is_equal_in(self, size: int, weight: torch.Tensor) -> bool:
         """Return whether a product of `size` rows is bit-identical to products of `UNIT_ROWS` rows.
 
-        Each row is at a different position in the two computations.
+        The two computations place each row at a different position.
         """
         for seed in range(_probes(size * weight.shape[1], weight.dtype)):
             x = fill_random(weight.new_empty(size, weight.shape[0]), seed)
@@ -112,7 +112,10 @@ class RowProducts:
 
 
 def _cut(rows: int, sizes: Sequence[int]) -> Iterable[slice]:
-    """Split rows into slices of these sizes, largest first. The last size is `UNIT_ROWS`."""
+    """Yield slices that together cover the rows, each as large as the largest size that fits.
+
+    `sizes` is in descending order and ends with `UNIT_ROWS`.
+    """
     start = 0
     for size in sizes:
         while rows - start >= size:
@@ -330,7 +333,10 @@ def split_decodes(
 
 
 def _length_mask(lengths: Ints, scores: torch.Tensor) -> torch.Tensor:
-    """Return a mask of positions beyond each context: [spans, 1, sequences, 1, SPAN_TOKENS]."""
+    """Return a mask that hides all positions after the end of each sequence's context.
+
+    Its shape is [spans, 1, sequences, 1, SPAN_TOKENS].
+    """
     columns = torch.arange(scores.shape[0] * SPAN_TOKENS, device=scores.device)
     hidden = columns >= torch.from_numpy(lengths).to(scores.device)[:, None]
     mask = scores.new_zeros(hidden.shape).masked_fill_(hidden, hidden_score(scores.dtype))

@@ -24,7 +24,7 @@ LARGEST = 448.0
 
 MIN_EXPONENT = -15
 MAX_EXPONENT = 7
-"""Limits on the scales' exponents.
+"""Largest exponent that a scale may have. `MIN_EXPONENT` is the smallest.
 
 Within these limits, float16 can represent every stored value and every scale.
 """
@@ -197,7 +197,7 @@ class KVPool:
 
     @property
     def scratch_block(self) -> int:
-        """ID of the block for the KV of replayed tokens.
+        """ID of the block for the KV of recomputed tokens.
 
         The block exists only if the model has convolutions.
         """
@@ -219,7 +219,7 @@ class KVPool:
 def _layer_places(model_config: ModelConfig, windowed: bool) -> list[int]:
     """Return the position of each attention layer's KV within a block.
 
-    With `windowed`, layers with sliding windows and other layers are counted separately.
+    If `windowed`, layers with sliding windows and other layers are counted separately.
     """
     counts = [0, 0]
     places = []
@@ -365,7 +365,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 _MEASUREMENTS = 64
-"""Number of timed copies to the host and back."""
+"""Number of copies to the host and back that `HostPool.measure` times."""
 
 
 class CopyTimer:
@@ -405,7 +405,7 @@ class CopyTimer:
 
 
 def move(moves: Moves, pool: KVPool, host: HostPool) -> None:
-    """Copy whole blocks in the order that `Moves` prescribes, without allocating memory."""
+    """Copy whole blocks in the order that `Moves` specifies, without allocating memory."""
     if moves.swap_out or moves.swap_in:
         with host.timer:
             for block, slot in moves.swap_out:

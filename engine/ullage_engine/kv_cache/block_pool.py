@@ -50,7 +50,7 @@ class BlockPool:
         return blocks
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to blocks that are in use."""
+        """Add a reference to each of these blocks, which must already be in use."""
         for block in block_ids:
             assert self._ref_counts[block] > 0, f"block {block} is free"
             self._ref_counts[block] += 1

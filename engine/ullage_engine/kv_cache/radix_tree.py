@@ -130,7 +130,7 @@ class RadixTree:
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
         """Return the content key of a cached block or window block, or None if it has none.
 
-        With `is_window`, only window blocks are looked up. Otherwise only ordinary blocks are.
+        `is_window` selects whether `block` is looked up among window blocks or ordinary blocks.
         """
         node = (self._by_window if is_window else self._by_block).get(block)
         return node.content_key if node else None
@@ -255,7 +255,8 @@ class RadixTree:
     def pin(self, block: int, *, with_window: bool = False) -> None:
         """Prevent the block's eviction until `unpin` has been called as often as `pin`.
 
-        With `with_window`, its window block is pinned as well. Pass the same value to `unpin`.
+        If `with_window`, the block's window block is pinned as well. Pass the same value to
+        `unpin`.
         """
         node = self._by_block[block]
         if with_window:

@@ -76,7 +76,7 @@ class _Beginning:
     tiers: list[str] | None = None
     """Tier of each block when the broker first decided what to load, or None before then."""
     first: int = 0
-    """Index of the first block to load. Blocks before it are in host memory or computed."""
+    """Index of the first block to load. Earlier blocks are in host memory or are computed."""
     num_prefetched: int = 0
     """Number of blocks that are prefetched while the request waits in the queue."""
     asked_at: float | None = None
@@ -184,7 +184,7 @@ class KvBroker:
     def _prefetch_when_known(
         self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
     ) -> Steps:
-        """Prefetch a stored prefix once the tiers answer, unless the worker asks for it first."""
+        """Prefetch a prefix once the tiers have answered, unless the worker asks for it first."""
         yield beginning.looking
         if self._beginnings.get(request_id) is beginning and beginning.tiers is None:
             self._prefetch(request_id, beginning, keys, starts_at)
@@ -223,7 +223,7 @@ class KvBroker:
         return len(tiers)
 
     def _lookup(self, keys: list[bytes]) -> list[str]:
-        """Return the tier of each block in the longest usable stored prefix.
+        """Return the tier of each block in the longest stored prefix that the request can use.
 
         A prefix is usable if the window blocks that the next token needs are stored as well.
         """
@@ -375,7 +375,7 @@ class KvBroker:
         return slots
 
     def _ask(self, wanted: KvWanted) -> _Beginning:
-        """Return the stored prefix that the worker asks for, and record when it first asked."""
+        """Return the stored prefix that the worker asks for. Record the time of the first query."""
         beginning = self._remember(wanted.request_id, wanted.keys)
         if beginning.asked_at is None:
             beginning.asked_at = self._clock()

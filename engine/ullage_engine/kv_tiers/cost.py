@@ -27,7 +27,7 @@ The first load replaces the assumed initial values entirely.
 _MAX_RATIO = 1e4
 """Cap on the ratio between the measured and the predicted time of a load, in either direction."""
 _SIZES_FACTOR = 4.0
-"""Minimum size ratio of largest to smallest load to tell latency and bandwidth apart.
+"""Minimum ratio of the largest to the smallest load that tells latency from bandwidth.
 
 If all recent loads are of similar size, a slow load may be due to either high latency or low
 bandwidth.
@@ -40,9 +40,9 @@ class LoadTime(NamedTuple):
     """The predicted time of a load from one tier, if it started now."""
 
     start_s: float
-    """Seconds until the first byte."""
+    """Seconds until the first byte arrives."""
     byte_s: float
-    """Seconds per byte."""
+    """Seconds that each byte takes to transfer."""
 
     def seconds(self, num_bytes: int) -> float:
         """Predict how many seconds a load of `num_bytes` takes to complete."""
@@ -106,7 +106,7 @@ class LoadSpeed:
         return self._next_number
 
     def finish(self, number: int, num_loaded: int) -> None:
-        """Record the end of a load, which transferred `num_loaded` bytes, and update estimates."""
+        """Record the end of a load of `num_loaded` bytes, and update the estimates."""
         now = self._clock()
         num_bytes, began_at = self._under_way.pop(number)
         # Loads run one after another, so the time before the last one ended is not this load's.

@@ -80,7 +80,7 @@ class Loads:
     ) -> int:
         """Return the index of the first block to load. All later blocks are loaded as well.
 
-        These blocks are predicted to arrive before they could be computed.
+        The blocks to load are those predicted to arrive before they could be computed.
 
         Args:
             keys: keys of a prefix's blocks.
@@ -163,7 +163,7 @@ class Loads:
         return needed
 
     def _predict(self, tier: str) -> Callable[[int], float]:
-        """Return a function that predicts the seconds to load a given number of a tier's blocks."""
+        """Return a function that predicts how many seconds a tier takes to load n blocks."""
         speed = self.speed(tier)
         block_bytes = self._store.block_bytes
         time_of = speed.predict()

@@ -194,7 +194,7 @@ class KvTiers:
         return None if self.store is None else Served(self.store, self._space)
 
     async def _lower_tiers(self, space: bytes, block_bytes: int) -> list[LowerTier]:
-        """Open the configured tiers below host memory, and return them with the fastest first."""
+        """Open the configured tiers below host memory, and return them, fastest first."""
         tiers: list[LowerTier] = []
         file = await self._file_tier(space, block_bytes)
         if (remote := self._section.remote) is not None:

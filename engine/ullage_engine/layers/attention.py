@@ -117,7 +117,7 @@ class AttentionBackend(Protocol):
         ...
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
-        """Check that all layers created so far are batch-invariant, if the backend guarantees it.
+        """Check the batch invariance of all layers created so far, if the backend guarantees it.
 
         Args:
             head: the layer that computes logits, which multiplies only sampled rows.
@@ -459,7 +459,7 @@ class AttentionStep:
         *,
         fused: bool,
     ) -> None:
-        """Prepare a step. With `fused`, use Triton kernels, which need no rotated-key buffer."""
+        """Prepare a step. If `fused`, use Triton kernels, which need no rotated-key buffer."""
         self.qkv = step.view("qkv", step.rows, model_config.qkv_width)
         self.attended = step.view("attended", step.rows, model_config.query_width)
         heads = model_config.num_heads + (0 if fused else model_config.num_kv_heads)
@@ -536,7 +536,7 @@ class ConvStep:
     def __init__(
         self, step: ForwardContext, model_config: ModelConfig, plan: ConvPlan, *, fused: bool
     ) -> None:
-        """Prepare a step. With `fused`, use one Triton kernel, which needs no other buffers."""
+        """Prepare a step. If `fused`, use one Triton kernel, which needs no other buffers."""
         channels = model_config.conv_channels
         self.projected = step.view("conv_in", step.rows, 3 * channels)
         self.mixed = step.view("conv_mixed", step.rows, channels)

@@ -134,14 +134,14 @@ def head_bounds(
     k_norm: torch.Tensor | None = None,
     qkv_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the result of `kv_bounds`, given the Euclidean length of each scaled weight row.
+    """Compute the bounds that `kv_bounds` returns, given the length of each scaled weight row.
 
     Args:
-        lengths: |w * norm| of each row w of the key and value projections, float32 [2 * kv_heads *
-            head_dim].
+        lengths: Euclidean length |w * norm| of each row w of the key and value projections, float32
+            [2 * kv_heads * head_dim].
         model_config: the configuration of this rank's part of the model.
-        k_norm: weights [head_dim] of the key norm, or None without a norm.
-        qkv_bias: bias [qkv_width] of the projection, or None without a bias.
+        k_norm: weights [head_dim] of the key norm, or None if keys are not normalised.
+        qkv_bias: bias [qkv_width] of the projection, or None if it has no bias.
     """
     largest = math.sqrt(model_config.hidden) * lengths
     if qkv_bias is not None:
@@ -190,13 +190,13 @@ def _lengths(
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The prepared tensors by name, and factories for linear layers in the tensors' formats."""
+    """A model's prepared tensors by name, and functions that create its linear layers from them."""
 
     tensors: dict[str, torch.Tensor]
     linear: Callable[[str], Linear]
     """Function that creates the linear layer with a given name."""
     experts: Callable[[str], ExpertLinears]
-    """Function that creates the linear layers of a layer's experts."""
+    """Function that creates the experts' linear layers with a given name."""
     embedding: TiledEmbedding | None = None
     """The embedding if it is stored in tiles, otherwise None."""
     reduce: Reduce | None = None
@@ -238,7 +238,7 @@ def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class DecoderStep:
-    """A step that is laid out in the arena."""
+    """The tensors of one step that is laid out in the arena."""
 
     rows: ForwardContext
     token_ids: torch.Tensor
@@ -360,12 +360,12 @@ class Decoder:
         self._project(chosen, out)
 
     def logits_of(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute the logits of some rows of a `forward` result into out [rows, vocab]."""
+        """Compute the logits of `rows`, taken from a `forward` result, into out [rows, vocab]."""
         chosen = shaped(self._arena["normed"], *rows.shape)
         self._project(chosen.copy_(rows), out)
 
     def _project(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute the logits of hidden states [rows, hidden], which are overwritten."""
+        """Compute the logits of hidden states [rows, hidden]. The hidden states are overwritten."""
         assert self._head is not None, "not the last stage"
         assert self._norm is not None, "not the last stage"
         eps = self._model_config.rms_eps
@@ -383,7 +383,7 @@ class Decoder:
         return sorted(kinds.values())
 
     def kv_scales(self) -> list[HeadScales]:
-        """Compute float8 scales for each layer that are large enough for all keys and values.
+        """Return float8 scales for each attention layer, large enough for every key and value.
 
         The computation overwrites the arena.
         """
@@ -397,7 +397,7 @@ class Decoder:
         return scales
 
     def check_tables(self) -> str:
-        """Return the name of a rotary table that differs from a recomputed one, or ""."""
+        """Recompute the rotary tables. Return the name of one that differs, or "" if all match."""
         return different_table(self._model_config, self._tables.cos, self._tables.sin)
 
     def verify_row_invariance(self) -> str | None:

@@ -38,7 +38,7 @@ Roughly this much stays in a core's cache until the matmul reads it.
 PASS_ROWS = 64
 """Number of rows that w8a8 rounds and multiplies at a time. This caps the scratch memory."""
 _MOST = 127
-"""Largest value of a rounded activation."""
+"""Largest absolute value of an activation that is rounded to int8."""
 _LEAST_SCALE = 1e-12
 """Minimum scale of a row of activations, which prevents a division by zero for all-zero rows."""
 _EXACT_TERMS = 1024
@@ -123,12 +123,12 @@ def dequant_rows(encoding: Encoding, itemsize: int) -> int:
 
 
 def dequant_bytes(encoding: Encoding, rows: int, itemsize: int) -> int:
-    """Return the scratch memory in bytes for the dequantised weights of a panel of `rows` rows."""
+    """Return how many bytes of scratch memory the dequantised weights of `rows` rows take."""
     return rows * encoding.shape[1] * itemsize
 
 
 def nibble_bytes(encoding: Encoding, rows: int) -> int:
-    """Return the scratch memory in bytes for the unpacked int4 values of `rows` rows."""
+    """Return how many bytes of scratch memory the unpacked int4 values of `rows` rows take."""
     return rows * encoding.shape[1] // 2 if encoding.format == "int4" else 0
 
 
@@ -203,7 +203,7 @@ def _split(
 
 
 def _scaled(panel: torch.Tensor, packed: Packed, start: int, end: int) -> torch.Tensor:
-    """Apply the scales and zeros of a panel, in place."""
+    """Multiply a panel's values by their scales and add their zeros, in place."""
     grouped = panel.view(end - start, packed.encoding.num_groups, -1)
     grouped.mul_(packed.scales[start:end].unsqueeze(2))
     if packed.zeros is not None:
@@ -212,7 +212,7 @@ def _scaled(panel: torch.Tensor, packed: Packed, start: int, end: int) -> torch.
 
 
 def int_scratch_bytes(shape: tuple[int, int]) -> int:
-    """Return the size in bytes of the scratch memory of `Int8Linear` for weights [out, in]."""
+    """Return how many bytes of scratch memory an `Int8Linear` with weights [out, in] needs."""
     rows, columns = shape
     return PASS_ROWS * (columns + 4 * columns + 2 * 4 * rows + 4)
 
@@ -273,13 +273,13 @@ class Int8Linear:
 
 
 def native_scratch_bytes(shape: tuple[int, int]) -> int:
-    """Return the size in bytes of the scratch memory of `NativeLinear` for weights [out, in]."""
+    """Return how many bytes of scratch memory a `NativeLinear` with weights [out, in] needs."""
     rows, columns = shape
     return PASS_ROWS * (4 * columns + 4 * rows + 2 * 4 * columns // TILE_GROUPS[0] + columns)
 
 
 def native_matrix(packed: Packed) -> Matrix:
-    """Return the description of a tiled matrix that the C++ library expects."""
+    """Describe a tiled matrix for the C++ library: its address, shape, format and group size."""
     encoding = packed.encoding
     sizes = (*encoding.shape, FORMATS[encoding.format], encoding.group)
     return Matrix(packed.values.data_ptr(), *sizes)

@@ -70,7 +70,7 @@ comes from reading smaller weights.
 """
 
 _WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
-"""Integer dtype as wide as two elements, keyed by the elements' dtype."""
+"""Integer dtype as wide as two elements of the dtype that is the key."""
 
 GatedActivation = Callable[[torch.Tensor, torch.Tensor], None]
 """Function that computes the gated activation of gate_up [rows, 2 * width] into out [rows, width].
@@ -200,7 +200,7 @@ class PickedExperts:
 
     @property
     def encoding(self) -> object:
-        """Encoding of the weights that `few` multiplies by, or None if it does not report any."""
+        """Encoding of the weights that `few` multiplies by, or None if `few` has no `encoding`."""
         return getattr(self.few, "encoding", None)
 
     @property
@@ -287,7 +287,10 @@ def column_panels(columns: int, max_columns: int) -> list[slice]:
 
 
 def decodes(device: torch.device) -> bool:
-    """Return whether MXFP4 weights are decoded before the matmul, as is the case without Triton."""
+    """Return whether MXFP4 weights are decoded before the matmul.
+
+    This is necessary on devices without Triton, whose kernels decode weights within the matmul.
+    """
     return not triton.runs_on(device)
 
 
@@ -574,7 +577,7 @@ class Experts:
             self._weights.gate(gate_up[part], gated[part])
 
     def _parts(self, rows: int, width: int, unit: int) -> list[slice]:
-        """Split rows into slices, each of which takes one call of an elementwise operation.
+        """Split rows into slices, each of which is processed by one call per elementwise operation.
 
         A deterministic layer limits each call to the size that torch computes on a single thread.
         """

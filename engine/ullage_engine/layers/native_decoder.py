@@ -39,7 +39,7 @@ from ullage_engine.protocol import step_plan
 from ullage_engine.quantization.formats import unpack_tiles
 
 _VECTORS = ("mixer_norm", "mlp_norm", "q_norm", "k_norm", "router", "router_bias")
-"""Tensors of a layer that are converted to float32 for the C++ library."""
+"""Names of a layer's tensors that are converted to float32 for the C++ library."""
 
 _FORMATS = {
     torch.float32: FORMATS["float32"],
@@ -110,13 +110,13 @@ def library_refusal(
 
 
 def auto_kv_type(refusal: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of KV that is not stored as float8 when `model.dtype` is `auto`.
+    """Return the dtype in which KV is stored if `model.dtype` is `auto` and KV is not float8.
 
     The C++ library computes in float32 and reads bfloat16 as fast as float32 on any processor.
 
     Args:
         refusal: the result of `library_refusal`.
-        dtype: the computing type.
+        dtype: the dtype in which the model computes.
     """
     return dtype if refusal else torch.bfloat16
 
@@ -168,7 +168,7 @@ class NativeDecoder:
             self._model.state_format = _FORMATS[states[0].dtype]
 
     def kv_scales(self) -> list[HeadScales]:
-        """Compute float8 scales for each layer that are large enough for all keys and values."""
+        """Return float8 scales for each attention layer, large enough for every key and value."""
         config = self._config
         tensors = self._loaded.tensors
         scales = []
@@ -182,11 +182,11 @@ class NativeDecoder:
         return scales
 
     def vectors(self) -> dict[str, torch.Tensor]:
-        """Return the norms, biases, taps and scales converted for the library, by name."""
+        """Return the tensors that were converted to float32 for the C++ library, by name."""
         return {f"library.{name}": vector for name, vector in self._kept.items()}
 
     def check_tables(self) -> str:
-        """Return the name of a rotary table that differs from a recomputed one, or ""."""
+        """Recompute the rotary tables. Return the name of one that differs, or "" if all match."""
         cos, sin = self._rotary_tables()
         return different_table(self._config, cos, sin)
 
@@ -271,7 +271,7 @@ class NativeDecoder:
         return [int(token) for token in self._best[: len(sampled)].tolist()]
 
     def logits(self, rows: Sequence[int], out: torch.Tensor) -> None:
-        """Compute the logits of `rows` of the last step into out, float32 [rows, vocab]."""
+        """Compute the logits of these rows of the last step into out, float32 [rows, vocab]."""
         kept, sampled_rows = _int32(rows)
         step = Step(
             num_sampled=len(kept),

@@ -97,11 +97,14 @@ class PressureController:
         return min(share, self._batch_limit)
 
     def limit_batch(self, share: float) -> None:
-        """Cap the batch size at a fraction of its maximum at any level. 1 removes the cap."""
+        """Cap the batch size at this fraction of its maximum, whatever the pressure level.
+
+        A fraction of 1 removes the cap.
+        """
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:
-        """Update the level from a worker's state, and return the state with the new limits."""
+        """Update the level from this state. Return the state with the new level and its limits."""
         level = self.update(headroom_share(state))
         return msgspec.structs.replace(
             state,

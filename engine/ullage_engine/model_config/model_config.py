@@ -139,7 +139,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return whole // max(1, self.num_attention_layers) * layers
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a convolution state, which has kernel - 1 columns per layer."""
+        """Return the size in bytes of one convolution state, which covers all convolution layers.
+
+        Each of these layers stores kernel - 1 columns.
+        """
         columns = max(0, self.conv_kernel - 1)
         return self.num_conv_layers * columns * self.conv_channels * itemsize
 
@@ -153,7 +156,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def contradiction(model_config: ModelConfig) -> str | None:
-    """Return a message about invalid or contradictory model sizes, or None if all are valid."""
+    """Return an error message if model sizes are invalid or contradictory, otherwise None."""
     experts = model_config.experts
     sizes = {
         "number of layers": model_config.num_layers,

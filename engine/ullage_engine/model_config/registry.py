@@ -304,7 +304,7 @@ def _lfm2_layers(config: HFConfig, experts: ExpertsSpec | None) -> list[LayerSpe
 
 
 def _lfm2_attends(config: HFConfig) -> list[bool]:
-    """Return, for each layer, whether it uses attention rather than a convolution.
+    """Return one flag per layer: True for attention, False for a convolution.
 
     The configuration lists either the types of all layers or the indices of the attention layers.
     """

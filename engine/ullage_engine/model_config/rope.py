@@ -118,7 +118,11 @@ def read_rope(
 
 
 def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[HFConfig, str]:
-    """Return the section to use and its name. If both sections exist, `rope_scaling` is used."""
+    """Return the section that defines position scaling, and the section's name.
+
+    If both sections exist, this is `rope_scaling`. If neither exists, it is the family's default,
+    if there is one.
+    """
     modern = config.section("rope_parameters")
     old = config.section("rope_scaling")
     if not old.values:
@@ -182,7 +186,8 @@ def _positive(scaling: HFConfig, name: str, value: float) -> float:
 def _original(config: HFConfig, scaling: HFConfig) -> int:
     """Return the original context length, before position scaling extended it.
 
-    A value at the top level of config.json takes precedence over the one in the section.
+    A value at the top level of config.json takes precedence over the one in the position
+    scaling section.
     """
     key = "original_max_position_embeddings"
     original = config.int(key, scaling.int(key, config.int("max_position_embeddings")))
@@ -226,9 +231,9 @@ def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, orig
     slow = scaling.float("beta_slow", 1.0) or 1.0
 
     def dimension(turns: float) -> float:
-        """Return the fractional index of a frequency.
+        """Return which frequency completes `turns` full rotations within the original context.
 
-        It is the frequency that completes `turns` full rotations within the original context.
+        The result is an index, which may be fractional.
         """
         wavelength = original / (_positive(scaling, "beta", turns) * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))

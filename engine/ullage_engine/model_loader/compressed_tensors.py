@@ -40,7 +40,7 @@ class Scheme:
 
 
 def read_scheme(config: HFConfig) -> Scheme:
-    """Read how a model with `quant_method` fp8 or compressed-tensors is quantised.
+    """Return the quantisation scheme of a model with `quant_method` fp8 or compressed-tensors.
 
     Raises:
         WeightsError: a setting is unknown or has an unsupported value.
@@ -93,7 +93,7 @@ def _group(groups: HFConfig, name: str) -> Scheme:
 
 
 def _rounds(group: HFConfig, where: str, type: object) -> bool:
-    """Return whether activations are rounded to int8 before matmuls."""
+    """Return whether the model asks for activations to be rounded to int8 before matmuls."""
     activations = group.section("input_activations")
     inside = f"{where}input_activations."
     if not activations.values:
@@ -212,7 +212,7 @@ class ScaledMatrices:
         return "fp8"
 
     def _points(self, stem: str) -> torch.Tensor:
-        """Read the zero points as float32 [rows, 1] or [1, 1]."""
+        """Return a matrix's zero points as float32 [rows, 1], or [1, 1] if it has a single one."""
         points = self._reader.read(f"{stem}.weight_zero_point").to(torch.float32)
         rows = self._reader.shape(f"{stem}.weight")[0]
         if points.numel() != 1 and tuple(points.shape) not in ((rows,), (rows, 1)):
@@ -223,7 +223,7 @@ class ScaledMatrices:
         return points.reshape(-1, 1)
 
     def _scales(self, stem: str, rows: int, columns: int) -> torch.Tensor:
-        """Read the scales as float32 [rows, 1] or [rows, column blocks]."""
+        """Return a matrix's scales as float32 [rows, 1], or [rows, column blocks] if per block."""
         name = next(f"{stem}.{each}" for each in SCALES if f"{stem}.{each}" in self._reader)
         scales = self._reader.read(name).to(torch.float32)
         # The shape decides, since there may be as many blocks as rows.

@@ -112,7 +112,11 @@ class Digests:
 
     @contextlib.contextmanager
     def _reserved(self, kept: Path) -> Iterator[None]:
-        """Lock a file's digest, so that other engines wait for it instead of computing it again."""
+        """Lock the cache entry of a file's digest within the `with` block.
+
+        Other engines then wait for the digest instead of computing it again. If the cache folder is
+        not writable, nothing is locked.
+        """
         with contextlib.ExitStack() as stack:
             # If the folder cannot be written and locked, each engine reads the file itself.
             with contextlib.suppress(OSError):
@@ -167,7 +171,7 @@ argument about once per second."""
 
 
 def begin(compute: Callable[[], str]) -> Wait:
-    """Start computing a digest in the background, and return a function that waits for it."""
+    """Run `compute` in a background thread, and return a function that waits for its result."""
     result: Future[str] = Future()
     _start_thread(lambda: _settle(result, compute))
 

@@ -58,12 +58,12 @@ class Misuse(WeightsError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of the model, as listed by the hub."""
+    """One of the model's files, as listed by the hub, with its path in the cache."""
 
     name: str
     size: int
     path: Path
-    """Path of the file in the cache once it is complete."""
+    """Where the cache stores the file once it is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class FetchProgress:
 
 
 class Fetch(Protocol):
-    """The download of one model."""
+    """Protocol for the download of one model, from the hub or from a bucket."""
 
     @property
     def progress(self) -> FetchProgress:
@@ -99,7 +99,7 @@ class Fetch(Protocol):
 
 
 class BucketFetch:
-    """The download of a model from a bucket. Data is verified as it arrives."""
+    """Downloads a model from a bucket, and verifies the data as it arrives."""
 
     def __init__(self, source: str) -> None:
         from ullage_engine.model_loader.s3 import Download
@@ -134,7 +134,7 @@ class BucketFetch:
 
 
 class HubFetch:
-    """The download of a model from the hub."""
+    """Downloads a model from the hub."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -247,7 +247,7 @@ def _checked_source(source: str) -> tuple[str, str]:
 
 @contextmanager
 def _explained(source: str) -> Iterator[None]:
-    """Convert errors of the hub client into errors that suggest a fix."""
+    """Turn exceptions of the hub client within the `with` block into errors that suggest a fix."""
     try:
         yield
     except Exception as error:  # connection errors come from the client's HTTP library

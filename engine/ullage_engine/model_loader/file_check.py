@@ -44,7 +44,7 @@ def check_file(path: Path) -> int:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Convert OS errors while accessing a path into errors that suggest a fix."""
+    """Turn OS errors within the `with` block into errors that name `path` and suggest a fix."""
     try:
         yield
     except OSError as error:

@@ -82,12 +82,15 @@ class _Span(NamedTuple):
 
 
 class Contradictions(NamedTuple):
-    """Tensors about which a model's files disagree, each with an error message."""
+    """Error messages for tensors about which a model's files disagree, by tensor name."""
 
     missing: dict[str, str]
-    """Tensors that are missing from the file to which the index assigns them."""
+    """Errors for tensors that are missing from the file to which the index assigns them."""
     ambiguous: dict[str, str]
-    """Tensors whose contents differ between two files, unless the index points to the last file."""
+    """Errors for tensors whose contents differ between two files.
+
+    A tensor is left out if the index assigns it to the last file that contains it.
+    """
 
 
 def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
@@ -173,7 +176,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def contradictions(folder: Path) -> Contradictions:
-    """Return the tensors about which a model's files disagree.
+    """Return error messages for the tensors about which a model's files disagree.
 
     The caller decides which of these tensors matter, because a disagreement about an unused tensor
     is harmless. The index says which file holds each tensor. However, if several files contain a
@@ -221,7 +224,7 @@ def read_safetensors_header(path: Path) -> list[str]:
 
 
 def _read_spans(path: Path) -> list[_Span]:
-    """Return the spans of a safetensors file's tensors, as offsets from the start of the file."""
+    """Return where each tensor of a safetensors file lies, as offsets from the beginning."""
     size = check_file(path)
     with explained(path), path.open("rb") as file:
         start = file.read(9)

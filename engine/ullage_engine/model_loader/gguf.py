@@ -290,7 +290,7 @@ class GgufReader(PlainMatrices):
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Quantised formats of the weights: MXFP4 for gpt-oss with MXFP4 experts, otherwise empty.
+        """The checkpoint's quantised formats: MXFP4 for gpt-oss with MXFP4 experts, otherwise none.
 
         Other quantised blocks are not listed, because they can be converted to any format.
         """

@@ -365,7 +365,10 @@ class _Cursor:
         self._skip(at - self._at)
 
     def _count(self, least: int) -> int:
-        """Read an item count, and check that the file has room for `least` bytes per item."""
+        """Read the number of items that follow, and check that they fit into the rest of the file.
+
+        Each item takes at least `least` bytes.
+        """
         count = self._uint64()
         if count * least > self._size - self._at:
             raise ValueError(f"it claims {count:,} items, for which it has no room")

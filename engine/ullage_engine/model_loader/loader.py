@@ -76,7 +76,7 @@ Progress = Callable[[int, int], None]
 
 
 class Shard(Protocol):
-    """One rank's shard of a model."""
+    """Protocol for one rank's share of a model: its encodings, and its slice of each tensor."""
 
     encodings: dict[str, Encoding]
     """Encodings of the rank's quantised matrices, by name."""
@@ -313,7 +313,7 @@ def _attach(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Return the prepared file and its header, preparing the file first if necessary."""
+    """Return the path and header of the prepared file, preparing the file first if necessary."""
     keys = dict.fromkeys(content_key(files, form, each) for each in (calibration, None))
     paths = [weights_dir / f"{key}.weights" for key in keys]
     try:
@@ -333,7 +333,7 @@ def _attach(
 
 
 def _find(paths: list[Path], progress: Progress) -> tuple[Path, Header] | None:
-    """Return the first intact prepared file and its header, or None if no file is intact.
+    """Return the path and header of the first intact prepared file, or None if none is intact.
 
     The second path, if any, is the file with int4 weights that were rounded to nearest because
     calibration failed.
@@ -396,7 +396,7 @@ def _verified_header(path: Path, progress: Progress) -> Header | None:
 
 
 def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | None:
-    """Verify the checksums of a file's tensors. Return the name of the first mismatch, or None."""
+    """Return the name of a file's first tensor with a wrong checksum, or None if none."""
 
     def is_whole(stored: StoredTensor) -> bool:
         with view[stored.offset : stored.end] as data:
@@ -417,7 +417,7 @@ def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | Non
 
 
 def _differing_tensor(loaded: LoadedModel, header: Header, progress: Progress) -> str:
-    """Verify the checksums of tensors in memory. Return the name of the first mismatch, or ""."""
+    """Return the name of the first tensor in memory with a wrong checksum, or "" if none."""
 
     def is_whole(stored: StoredTensor) -> bool:
         digest = hashlib.sha256()
@@ -443,7 +443,7 @@ def _differing_part(
     hashed: Sequence[StoredTensor],
     progress: Progress,
 ) -> str:
-    """Verify one rank's weights. Return the name of the first mismatching tensor, or "".
+    """Return the name of the first tensor that fails the check of one rank, or "" if none.
 
     The checksums of the tensors in `hashed` are verified against the file's data. The rank's
     tensors in memory are then compared with the file.
@@ -479,7 +479,7 @@ def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
 
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a thread-safe function that adds to the bytes done so far and reports the progress."""
+    """Return a thread-safe function that adds newly done bytes to a total and reports it."""
     lock = threading.Lock()
     done = 0
 
@@ -603,7 +603,7 @@ def _prepare(
 
 @contextmanager
 def _foreseen(files: ModelFiles) -> Iterator[None]:
-    """Convert unexpected errors while reading headers into a `WeightsError`.
+    """Turn unexpected errors within the `with` block into a `WeightsError` about unreadable files.
 
     A restart would not help, because it would read the same files.
     """

@@ -40,7 +40,7 @@ activations and KV, for which the engine chooses the dtypes itself."""
 
 
 class Tensors(Protocol):
-    """The methods of a safetensors reader that this module uses."""
+    """Protocol for the parts of a checkpoint reader that this module needs."""
 
     @property
     def names(self) -> list[str]: ...
@@ -55,7 +55,11 @@ class Tensors(Protocol):
 
 
 def with_own_head(model_config: ModelConfig, tensors: Tensors) -> ModelConfig:
-    """Untie the output projection from the embedding if they differ, as transformers does."""
+    """Return the configuration, untied if the files contain a different output projection.
+
+    An output projection that differs from the embedding is used even if the configuration ties the
+    two, as in transformers. In all other cases, `model_config` is returned unchanged.
+    """
     heads = [
         name for name in tensors.names if name.startswith("lm_head.") and not name.endswith(".bias")
     ]
@@ -157,7 +161,7 @@ def _is_stored_part(name: str, stems: set[str]) -> bool:
 
 
 def _is_computed_with(name: str, model_config: ModelConfig) -> bool:
-    """Return whether a tensor belongs to a configured layer, the embedding, final norm or head."""
+    """Return whether a tensor is part of a configured layer, the embedding, final norm or head."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None:
         return int(layer[1]) < model_config.num_layers

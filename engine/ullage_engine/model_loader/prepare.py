@@ -82,7 +82,11 @@ class PreparedTensor:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether calibration may choose the rounding, because the matrix is converted to int4."""
+        """Whether calibration may choose how the matrix is rounded.
+
+        This is the case if the matrix is rounded to int4, rather than keeping values of the
+        checkpoint.
+        """
         return self.encoding is not None and self.encoding.format == "int4" and not self.is_kept
 
     def weights(self) -> torch.Tensor:
@@ -97,11 +101,11 @@ class PreparedTensor:
         return flat.view(self.plan.shape)
 
     def chunks(self, rounded: Quantized | None = None) -> Iterator[Iterable[torch.Tensor]]:
-        """Yield the data of each stored array in file order, as a series of tensors.
+        """Yield, for each stored array in file order, the tensors that make up the array's data.
 
         Args:
-            rounded: the matrix as rounded by a calibration. If None, the checkpoint's quantised
-                values are kept if possible, and other values are rounded to nearest.
+            rounded: the calibrated matrix. If None, the checkpoint's quantised values are kept if
+                possible, and other values are rounded to nearest.
         """
         if self.encoding is None:
             yield (self._read(part).to(self.dtype) for part in self.plan.parts)
@@ -192,7 +196,7 @@ class CalibrationError(Exception):
 
 
 class Calibration(Protocol):
-    """A method of rounding matrices to int4 that takes their typical inputs into account."""
+    """Protocol for methods that take typical inputs into account when rounding to int4."""
 
     @property
     def name(self) -> str:
@@ -229,9 +233,9 @@ class Calibration(Protocol):
 def rounded_tensors(
     prepared: Iterable[PreparedTensor], round_layer: RoundLayer | None
 ) -> Iterator[tuple[PreparedTensor, Quantized | None]]:
-    """Yield each tensor in order, together with its matrix as rounded by the calibration.
+    """Yield every tensor in order, together with its calibrated matrix.
 
-    The matrix is None if `round_layer` is None or did not round this tensor.
+    Instead of the matrix, None is yielded if `round_layer` is None or did not round this tensor.
     """
     for prefix, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
         layer = list(group)
@@ -301,7 +305,7 @@ class PreparedForm:
         return chosen_encoding(asked, shape), False
 
     def _keeps_integers(self, reader: CheckpointReader) -> bool:
-        """Return whether any layer matrix keeps int4 or int8 values from the checkpoint."""
+        """Return whether the checkpoint's int4 or int8 values are kept for any layer matrix."""
         plans = filter(is_matrix, plan_tensors(reader.model_config))
         names = (part.source for plan in plans for part in plan.parts)
         kept = (reader.encoding(name, self._kept) for name in names)
@@ -309,7 +313,11 @@ class PreparedForm:
 
     @property
     def _kept(self) -> Format | None:
-        """Target format to pass to `CheckpointReader.encoding`, or None if there is none."""
+        """Target format to pass to `CheckpointReader.encoding`, or None if there is none.
+
+        There is none if `quantization` is `none`, or if it is `auto` and the device does not read
+        tiles.
+        """
         if self.quantization == "auto":
             return "int4" if self._reads_tiles else None
         return None if self.quantization == "none" else self.quantization

@@ -42,8 +42,10 @@ SAMPLES = 256
 """Number of logits that are stored per row, evenly spaced over the vocabulary."""
 
 _SPREAD_SHARE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-"""Tolerance for a logit by dtype, as a fraction of the range of logits in its row. It applies if
-the order of summation may differ between starts."""
+"""How far a logit may deviate, by dtype, as a fraction of the range of logits in its row.
+
+These tolerances apply if the order of summation may differ between starts.
+"""
 
 _SLICE_PAGES = 4096
 _DIGEST_CHARACTERS = 32
@@ -58,14 +60,14 @@ Facts = Mapping[str, str]
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The results of one rank, as digests and samples."""
+    """What one rank computed in a start, as digests and samples."""
 
     tensors: dict[str, str]
     """Digests of the tensors in memory, by name."""
     logits: str
     """Digest of the probe's logits, or of zero rows if another rank computes the logits."""
     samples: list[list[float]]
-    """A sample of each row's logits."""
+    """A sample of the logits in each of the probe's rows."""
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -96,7 +98,11 @@ def _decode(data: bytes) -> _Stored | None:
 
 
 class ProofFile:
-    """The proof file for one model and one set of `Facts`."""
+    """The file that stores what a verified start computed on every rank.
+
+    Its proofs are valid only for the same weights and the same `Facts`. Both determine the name of
+    the file, so a start with other weights or facts uses a different file.
+    """
 
     def __init__(self, folder: Path, weights_key: str, facts: Facts) -> None:
         self._facts = dict(facts) | {"version": VERSION}
@@ -104,7 +110,10 @@ class ProofFile:
         self.path = folder / f"{weights_key}-{digest[:_DIGEST_CHARACTERS]}.proof"
 
     def read(self) -> list[Proof] | None:
-        """Return the proofs of all ranks, or None if there is no usable file."""
+        """Return the proofs of all ranks, or None if the file is missing or cannot be used.
+
+        A file cannot be used if it is unreadable or damaged, or if it was written for other facts.
+        """
         with contextlib.suppress(OSError):
             stored = _decode(self.path.read_bytes())
             if stored is not None and stored.facts == self._facts:
@@ -112,7 +121,10 @@ class ProofFile:
         return None
 
     def write(self, ranks: list[Proof]) -> list[Proof]:
-        """Store all ranks' proofs, unless another engine already did. Return the stored proofs."""
+        """Store all ranks' proofs, unless another engine already did. Return the stored proofs.
+
+        If no proofs can be stored, a warning is logged and `ranks` is returned.
+        """
         partial = self.path.with_suffix(f".{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
@@ -131,16 +143,19 @@ class ProofFile:
 
 
 def tolerance(dtype: torch.dtype, *, is_exact: bool) -> float:
-    """Return by how much logits may differ between starts, as a fraction of their row's range."""
+    """Return how far a logit may deviate between starts, as a fraction of its row's range.
+
+    If `is_exact`, logits must not deviate, so the tolerance is 0.
+    """
     return 0.0 if is_exact else _SPREAD_SHARE[dtype]
 
 
 def confirm(
     file: ProofFile, verified: list[Proof] | None, found: list[Proof], tolerance: float
 ) -> None:
-    """Compare the proofs of all ranks with the proofs of a verified start.
+    """Check that this start computed the same as a verified start, on every rank.
 
-    If there has been no verified start, store the proofs for the next starts.
+    If there has been no verified start, the proofs of this start are stored for later starts.
 
     Raises:
         ProofError: a rank's results differ.
@@ -223,7 +238,7 @@ class LogitsDigest:
 
 
 def digest_whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the SHA-256 of each whole tensor's bytes."""
+    """Return a SHA-256 digest of all bytes of each tensor, by tensor name."""
     return {name: _short(hashlib.sha256(_bytes(tensor))) for name, tensor in tensors.items()}
 
 
@@ -233,9 +248,10 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def digest_weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of each tensor's pages. For large weights on a CPU, digest only some pages.
+    """Return a digest of each tensor, computed from sums over the tensor's pages, by tensor name.
 
-    The digest changes if a single value in these pages changes.
+    For large weights on a CPU, only some of the pages are read. A digest changes if a single value
+    in the pages that are read changes.
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
     is_on_host = all(tensor.device.type == "cpu" for tensor in tensors.values())

@@ -51,7 +51,7 @@ def unpack_last(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class IntegerMatrices:
-    """Base class of the readers of GPTQ and AWQ matrices."""
+    """Base class for reading GPTQ and AWQ matrices."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig, bits: int) -> None:
         self._reader = reader
@@ -94,7 +94,7 @@ class IntegerMatrices:
         return "int4" if self._bits == 4 else "int8"
 
     def _scales(self, stem: str) -> torch.Tensor:
-        """Read the scales as float32 [out, groups]."""
+        """Return a matrix's scales as float32 [out, groups]."""
         scales = self._reader.read(f"{stem}.scales").to(torch.float32).t()
         rows, columns = self._shape(stem)
         groups = 1 if self._group == -1 else -(-columns // self._group)
@@ -107,7 +107,7 @@ class IntegerMatrices:
         return scales
 
     def _groups(self, stem: str) -> torch.Tensor:
-        """Return the index of each column's quantisation group."""
+        """Return, for each column of a matrix, the index of its quantisation group."""
         columns = self._shape(stem)[1]
         return torch.arange(columns) // (columns if self._group == -1 else self._group)
 
@@ -118,11 +118,11 @@ class IntegerMatrices:
         raise NotImplementedError
 
     def _codes(self, stem: str) -> torch.Tensor:
-        """Read the unsigned quantised values as int32 [out, in]."""
+        """Return a matrix's unsigned quantised values as int32 [out, in]."""
         raise NotImplementedError
 
     def _points(self, stem: str) -> torch.Tensor:
-        """Read the zero points as int32 [out, groups]."""
+        """Return a matrix's zero points as int32 [out, groups]."""
         raise NotImplementedError
 
 
@@ -218,7 +218,7 @@ class PackedExperts:
         return self.quantized(stem).dequantise().view(experts, out, -1).transpose(1, 2)
 
     def _shape(self, stem: str) -> tuple[int, int, int]:
-        """Return the number of experts, output rows and groups."""
+        """Return the number of experts, the output rows of each, and the groups per row."""
         blocks, scales = (self._reader.shape(f"{stem}_{each}") for each in ("blocks", "scales"))
         if len(scales) != 3 or blocks != (*scales, MXFP4_GROUP // 2):
             raise WeightsError(
@@ -231,7 +231,7 @@ class PackedExperts:
 
 
 def own_tensors(stem: str, matrix: Quantized) -> dict[str, torch.Tensor]:
-    """Return the tensors of one int4 matrix, under the names that `ullage quantize` writes."""
+    """Return the tensors that store one int4 matrix, by the names that `ullage quantize` writes."""
     assert matrix.zeros is not None, "int4 has zeros"
     codes = (matrix.values - MIN_VALUE["int4"]).view(torch.uint8)
     return {
@@ -277,7 +277,10 @@ class OwnMatrices:
 
 
 class Matrices(Protocol):
-    """The interface to one tool's quantised matrices. Names are passed without `.weight`."""
+    """Protocol for reading a checkpoint's quantised matrices, whichever tool wrote them.
+
+    Matrices are named without the suffix `.weight`.
+    """
 
     @property
     def formats(self) -> frozenset[Format]: ...

@@ -52,7 +52,7 @@ _MD5 = re.compile(r'"[0-9a-f]{32}"')
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Describes which objects in a bucket folder to fetch."""
+    """Which objects to fetch from a bucket folder, and which one must be among them."""
 
     patterns: tuple[str, ...]
     """Name patterns of the objects to fetch."""
@@ -62,7 +62,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Download:
-    """The progress of a download. Any thread may read it."""
+    """A download and its progress, which any thread may read."""
 
     total_bytes: int = 0
     """Total size of the files in bytes, or 0 until the bucket has listed the files."""
@@ -205,7 +205,7 @@ def _absence(text: str) -> S3Error:
 
 
 def _slug(address: str, key: str) -> str:
-    """Return a source's name in the cache, which does not depend on the version."""
+    """Return the name under which the cache stores a source. All versions share it."""
     digest = hashlib.sha256(f"{address} {key}".encode()).hexdigest()[:12]
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", key.rpartition("/")[2])[:64]
     return f"{words or 'root'}-{digest}"
@@ -260,7 +260,7 @@ def _is_whole(folder: Path, items: Sequence[Listed]) -> bool:
 
 
 def _kept(bucket: str, key: str) -> Path | None:
-    """Return the path of a source's last complete download, or None if it no longer exists."""
+    """Return the path of a source's last complete download, or None if there is none."""
     folder = cache_folder() / bucket
     slug = _slug(endpoint_of(bucket, os.environ).address, key)
     with contextlib.suppress(OSError):
@@ -338,7 +338,7 @@ class _Crc:
 
 
 class _Check:
-    """An object's expected checksum, which verifies the downloaded bytes."""
+    """An object's expected checksum, and the running checksum of the downloaded bytes."""
 
     def __init__(self, name: str, hasher: _Hash, wanted: str, is_hex: bool = False) -> None:
         self.name = name
@@ -353,7 +353,7 @@ class _Check:
 
 
 def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
-    """Yield the checksum that an object must match, if the store has one for the whole object.
+    """Yield the checksum to verify, or nothing if the store has none for the whole object.
 
     The checksums of a multipart upload cover its parts instead of the whole object. The ETag of an
     object that is encrypted with a KMS key is not an MD5. MD5 is slower than the network, so it is

@@ -81,7 +81,7 @@ class BucketError(WeightsError):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object as listed by the bucket."""
+    """An object's entry in a bucket listing."""
 
     key: str
     size: int
@@ -423,7 +423,7 @@ def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint)
 
 
 def _outage(name: str, reason: str, endpoint: Endpoint) -> S3Error:
-    """Return the error for a request that got no response or could not be sent."""
+    """Return the error for a request that could not be sent or that received no response."""
     if name in _GAVE_UP:
         return S3Error(_GAVE_UP[name], is_outage=True)
     # The service that issues credentials may be unavailable, just like the store.

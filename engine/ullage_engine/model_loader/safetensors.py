@@ -21,14 +21,14 @@ from ullage_engine.quantization.formats import Encoding, Format, Quantized
 
 
 class CheckpointReader(Protocol):
-    """The interface to an open checkpoint of any format. Tensors have their Hugging Face names."""
+    """Protocol for open checkpoints of all formats. Tensors have their Hugging Face names."""
 
     @property
     def model_config(self) -> ModelConfig: ...
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Quantised formats of the checkpoint. If empty, any format may be requested."""
+        """Quantised formats in the checkpoint. If empty, a user may request any format."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
@@ -36,10 +36,10 @@ class CheckpointReader(Protocol):
         ...
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Return the encoding that keeps a matrix's quantised values for a target format, or None.
+        """Return an encoding that keeps a matrix's quantised values, or None if impossible.
 
-        If the result is None, the quantised values cannot be kept, and the caller must use `read`
-        instead.
+        `target` is the requested format, or None if none is requested. If the result is None, the
+        caller must use `read` instead.
         """
         ...
 

@@ -57,7 +57,7 @@ def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
 
 
 def fit_a_checkpoint(plans: Iterable[TensorPlan]) -> bool:
-    """Return whether prepared tensors can be saved as a checkpoint: none may be rearranged."""
+    """Return whether no tensor is rearranged, so that they can be saved as a checkpoint."""
     return not any(part.rearrange for plan in plans for part in plan.parts)
 
 
@@ -152,7 +152,7 @@ class _LayerPlans:
         return Part(f"{prefix}{name.rpartition('.')[2]}.weight", shape)
 
     def _stacked(self, name: str, *parts: tuple[str, int]) -> TensorPlan:
-        """Return the plan of a tensor that stacks several matrices with `hidden` columns each."""
+        """Return the plan of a tensor that stacks several matrices, each with `hidden` columns."""
         columns = self._model_config.hidden
         rows = sum(count for _, count in parts)
         sources = [Part(f"{self._source}{each}.weight", (n, columns)) for each, n in parts]

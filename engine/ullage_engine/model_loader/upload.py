@@ -26,10 +26,13 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CopyStream(Protocol):
-    """The interface for asynchronous copies to a device, which run in order."""
+    """Protocol for queueing asynchronous copies to a device. Copies run in call order."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy to a tensor of the same shape. The source must not change until the copy is done."""
+        """Queue a copy to a tensor of the same shape.
+
+        The source must not change until the copy is done.
+        """
         ...
 
     def record(self) -> Wait:
@@ -38,7 +41,7 @@ class CopyStream(Protocol):
 
 
 class CudaCopies:
-    """Queues copies on the device's current stream. Work queued there afterwards sees the data."""
+    """Queues copies on the device's current stream. Work queued on it later sees the data."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

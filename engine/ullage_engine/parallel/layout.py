@@ -133,7 +133,7 @@ class RankLayout:
         return rank % self.tensor
 
     def rank(self, stage: int, tensor_rank: int) -> int:
-        """Return the number of the rank at an index within a stage."""
+        """Return the number of the rank at index `tensor_rank` within a stage."""
         return stage * self.tensor + tensor_rank
 
     def is_first(self, rank: int) -> bool:
@@ -269,7 +269,7 @@ def rank_model_config(model_config: ModelConfig, layout: RankLayout, rank: int) 
 
 
 def device_map(model_config: ModelConfig, layout: RankLayout, device_type: str) -> list[RankPlace]:
-    """Return each rank's part of the model and its device."""
+    """Return, for each rank, its part of the model and its device."""
     return [_place(model_config, layout, rank, device_type) for rank in range(layout.world)]
 
 
@@ -308,7 +308,7 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
-    """Return a layer's parameter count: all parameters, or only those active per token."""
+    """Return how many parameters a layer has or, if `is_active`, how many each token uses."""
     hidden = model_config.hidden
     width = model_config.intermediate
     experts = model_config.experts
@@ -322,7 +322,7 @@ def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) ->
 
 
 def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, itemsize: int) -> int:
-    """Return the size in bytes of a rank's buffers: partial sums, received rows and sent rows."""
+    """Return the total bytes of a rank's buffers for partial sums, received rows and sent rows."""
     buffers = (layout.tensor > 1) + (not layout.is_first(rank)) + (not layout.is_last(rank))
     return buffers * max_rows * hidden * itemsize
 
@@ -332,7 +332,7 @@ def group_kv_bytes(
 ) -> int:
     """Return the bytes per token in a KV block, summed over all ranks.
 
-    Heads that are copied to several ranks count once per rank. With `windowed`, layers with sliding
+    Heads that are copied to several ranks count once per rank. If `windowed`, layers with sliding
     windows have separate blocks.
     """
     parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]

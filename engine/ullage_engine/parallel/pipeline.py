@@ -96,7 +96,7 @@ class RankGroup:
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Create these process groups. Return this rank's group, or None if it belongs to none."""
+        """Create these process groups. Return this rank's group, or None if there is none."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)
@@ -243,7 +243,7 @@ class PipelineRank:
 
     @property
     def nbytes(self) -> int:
-        """Size of the buffers in bytes, which `transfer_bytes` computes in advance."""
+        """Size of the buffers in bytes. `transfer_bytes` predicts it before they are allocated."""
         return self.partial_sums.nbytes + self._received.nbytes + self._sent.nbytes
 
     def split(self, plan: StepPlan) -> list[StepPlan]:
@@ -352,7 +352,7 @@ def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
 
 
 def in_plan_order(plan: StepPlan, tokens: Sequence[SampledToken]) -> list[SampledToken]:
-    """Return sampled tokens from all micro-batches in the order of the plan's chunks."""
+    """Return the sampled tokens of all micro-batches, in the order of the plan's chunks."""
     by_request: dict[str, list[SampledToken]] = {}
     for token in tokens:
         by_request.setdefault(token.request_id, []).append(token)

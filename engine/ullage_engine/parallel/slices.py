@@ -44,7 +44,10 @@ COLUMNS = -1
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The index ranges that a rank holds along one axis. No ranges means the whole tensor."""
+    """The index ranges that a rank holds along one axis.
+
+    If there are no ranges, the rank holds the whole tensor.
+    """
 
     axis: int
     runs: tuple[Share, ...]
@@ -97,7 +100,7 @@ class Slicer:
         return self._is_last
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's slice of a tensor, as a view if it is contiguous, else as a copy."""
+        """Return the rank's slice of a tensor, as a view if possible, otherwise as a copy."""
         matrix, _, kind = name.rpartition(".")
         if matrix in self.encodings:
             return self._cut_piece(matrix, kind, tensor)
@@ -136,7 +139,7 @@ class Slicer:
         return self._cuts.get(matrix.rpartition(".")[2], WHOLE)
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the rank's slice of a tensor, or None if the rank holds none."""
+        """Return the rank's slice of a tensor, or None if the rank holds no part of it."""
         return self.cut(name, tensor) if self.holds(name) else None
 
 

@@ -73,14 +73,14 @@ class GroupLostError(RuntimeError):
 
 
 class MemoryShortError(Exception):
-    """Steps cannot be computed because other processes hold device memory.
+    """Too little device memory is left to compute steps, because other processes use it.
 
     A new worker allocates a KV pool that fits the remaining memory. The message is one line.
     """
 
 
 def is_unproven(error: Exception) -> bool:
-    """Return whether startup failed because a rank's results differ from the verified results."""
+    """Return whether `error` is a ProofError or reports that another rank had one."""
     if isinstance(error, RankFailedError):
         return error.is_unproven
     return isinstance(error, ProofError)

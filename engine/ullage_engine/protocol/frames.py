@@ -14,7 +14,7 @@ from collections import deque
 READ_BYTES = 64 << 10
 """Maximum number of bytes in one read."""
 SEND_BUFFER_BYTES = 4 << 20
-"""Number of bytes that either process may send before the other process reads.
+"""Size of each socket's send buffer: bytes that can be sent before the other process reads.
 
 The buffer can therefore hold an entire long prompt while the worker is busy. The kernel caps its
 size at `net.core.wmem_max`.
@@ -55,7 +55,7 @@ class Frames:
 
 
 class BlockingLink:
-    """One end of a socket, for a process that has nothing else to wait for.
+    """One end of a socket connection, for a process that may block while it waits for messages.
 
     Args:
         connected: the connected socket. Closing the link closes it.

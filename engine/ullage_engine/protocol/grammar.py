@@ -27,16 +27,16 @@ memory. The fuel and item limits cap the time at about 20 ms at first, and then 
 """
 
 COMPILE_STACK_BYTES = 64 << 20
-"""Stack size of a worker's compiler thread, many times that of the first compilation."""
+"""Stack size of a worker's compiler thread, many times the sandbox process's stack size."""
 
 _FIRST_STACK_BYTES = 4 << 20
-"""Stack size for the first compilation, which runs in the separate process."""
+"""Stack size for compiling a grammar in the sandbox process."""
 _MOST_BYTES = 24 << 20
 """Maximum number of bytes that compiling a grammar may use before any text is matched."""
 _HARD_BYTES = 2 << 30
-"""Maximum address space of the process in bytes. A process that exceeds it is killed."""
+"""Maximum address space of the sandbox process in bytes. Exceeding it kills the process."""
 _CPU_SECONDS = 3
-"""Maximum CPU time of the process, in seconds."""
+"""Maximum CPU time of the sandbox process, in seconds."""
 
 
 def compile_error(text: str) -> str:
@@ -66,7 +66,7 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Read a grammar from standard input, and write the error to standard output if there is one.
+    """Check a grammar from standard input. If it is unusable, write the reason to standard output.
 
     If the grammar exceeds a resource limit, the process is killed by a signal other than SIGKILL.
     """

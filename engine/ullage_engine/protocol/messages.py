@@ -57,8 +57,8 @@ class Submit(Message, frozen=True, kw_only=True):
     """Samples of one prompt, or the hypotheses of a beam search.
 
     Samples are admitted or rejected together. A single `Rejected`, which names the first sample,
-    rejects all of them. Hypotheses are ordered from best to worst and are returned once all are
-    known.
+    rejects all of them. Hypotheses are ordered from best to worst and are returned together at
+    the end of the search.
     """
     resumed: bool = False
     """Whether an earlier worker already admitted the requests.
@@ -184,7 +184,7 @@ class Ready(Message, frozen=True, kw_only=True):
     task: Literal["generate", "embed"] = "generate"
     """The model's task. The worker accepts no requests for any other task."""
     fingerprint: Fingerprint = UNKNOWN
-    """Fingerprint of everything that affects the worker's answers bit for bit."""
+    """Fingerprint of everything on which the exact bits of the worker's answers depend."""
     kv_space: bytes = b""
     """Namespace of the worker's KV blocks in tiers outside the device, or "" without tiers."""
     computes_beside_loads: bool = True
@@ -201,11 +201,11 @@ class StartFailed(Message, frozen=True, kw_only=True):
     """The worker cannot serve. Restarting does not help, unless `may_retry` is set."""
 
     error: str
-    """One-line error that names the configuration field or file."""
+    """One-line error that names the configuration field or file at fault."""
     may_retry: bool = False
     """Whether restarting may help, because the error was unexpected."""
     is_unproven: bool = False
-    """Whether the worker's results differ from those of the verified startup."""
+    """Whether the worker's results differ from those of a previously verified startup."""
 
 
 class AdapterAdded(Message, frozen=True, kw_only=True):
@@ -236,7 +236,7 @@ class Rejected(Message, frozen=True, kw_only=True):
     needed_bytes: int
     available_bytes: int
     never: bool
-    """Whether the request exceeds the whole KV pool or the model's maximum length."""
+    """Whether the request can never fit: it exceeds the whole KV pool or the maximum length."""
     retry_after_s: float
     message: str
 
@@ -310,7 +310,7 @@ class KvDamaged(Message, frozen=True, kw_only=True):
     """Blocks whose contents may be corrupt and must not be read again."""
 
     chains: list[bytes] | None
-    """Key prefixes of the blocks, each of `ullage_kv.keys.CHAIN_BYTES` bytes. None means all."""
+    """First `ullage_kv.keys.CHAIN_BYTES` bytes of each block's key. None means all blocks."""
 
 
 FromKv = KvOffer | KvWritten | KvWanted | KvRead | KvDamaged

@@ -145,7 +145,7 @@ class RequestEvents:
     def record_to(self, timeline: Timeline | None) -> None:
         """Start recording steps and phases in a timeline.
 
-        Pass None to stop recording, after adding the phases that are still open.
+        If `timeline` is None, add the phases that are still open and stop recording.
         """
         if timeline is None:
             for request_id, computed in self.requests.items():
@@ -195,7 +195,7 @@ class RequestEvents:
         self._enter(request.request_id, "queue", is_again=True, ended="preempted")
 
     def on_step(self, plan: StepPlan, seconds: float) -> None:
-        """Record a completed step. Call this only if `wants_steps` is set."""
+        """Record a completed step and its prompt chunks. Call this only if `wants_steps` is set."""
         now = time.time()
         prompts = 0
         num_prompt_tokens = 0
@@ -238,7 +238,7 @@ class RequestEvents:
         self._enter(request_id, "decode")
 
     def on_outputs(self, outputs: Sequence[TokenOutput]) -> None:
-        """Record the requests that finish with the outputs of a step."""
+        """Record which requests finish with a step's outputs, and forget these requests."""
         for output in outputs:
             if output.finish and (computed := self.requests.get(output.request_id)):
                 preemptions = output.num_preemptions
@@ -273,7 +273,7 @@ class RequestEvents:
         ended: str = "",
         ago_s: float = 0.0,
     ) -> None:
-        """Close a request's current phase and its span, and start the next phase."""
+        """End a request's current phase, trace and record it, and start the next phase."""
         computed = self.requests.get(request_id)
         if computed is None:
             return

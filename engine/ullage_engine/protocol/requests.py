@@ -65,7 +65,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of output tokens, including output tokens already in `token_ids`."""
     sampling: SamplingParams
     stop_token_ids: list[int] = []
-    """Tokens that end the output, without end-of-sequence tokens if the client ignores them."""
+    """Tokens that end the output. Excludes end-of-sequence tokens that the client ignores."""
     priority: int = 0
     session_id: str = ""
     """Name of the session, whose KV is kept between turns, or "" without a session."""
@@ -95,7 +95,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.cache_salt}\0{self.session_id}" if self.session_id else ""
 
     def is_complete(self, longest: int, resumed: bool) -> bool:
-        """Return whether a request that an earlier worker admitted has nothing left to generate.
+        """Return whether a resumed request has nothing left to generate.
+
+        A request with output counts as resumed. The result is False for all other new requests
+        and for embedding requests.
 
         Args:
             longest: maximum number of tokens in the request's sequence.

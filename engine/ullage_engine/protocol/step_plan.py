@@ -68,9 +68,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     first block that is still held.
     """
     history_start: int = 0
-    """Number of history tokens that the receiver already has, in messages between ranks."""
+    """In messages between ranks: number of history tokens that the receiver already has."""
     num_sampled: int = 1
-    """Number of trailing `token_ids` after each of which a token is sampled, if `sampling` is set.
+    """Number of tokens to sample, one after each of the last `token_ids`, if `sampling` is set.
 
     It exceeds 1 only for a decode with draft tokens.
     """
@@ -91,7 +91,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def sampled_parts(self) -> "list[Chunk]":
         """Split a chunk that samples several tokens into one truncated chunk per sampled token.
 
-        Each returned chunk ends with the token after which its one token is sampled.
+        Each returned chunk samples one token, which follows the chunk's last token.
         """
         if self.num_sampled == 1:
             return [self]
@@ -102,7 +102,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def first_stored(self) -> int:
-        """Position of the first token whose KV is kept, after any replayed tokens."""
+        """Position of the first token whose new KV is kept. It follows any replayed tokens."""
         return self.start + self.num_replayed
 
 

@@ -60,7 +60,7 @@ MXFP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of codes 0 to 7. Codes 8 to 15 are their negatives."""
 
 MXFP4_BIAS = 127
-"""Bias of a scale's exponent."""
+"""Amount by which a scale byte exceeds the exponent that it stands for."""
 
 
 class Encoding(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,10 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_scaled_by_row(self) -> bool:
-        """Whether each row has a single scale, in a format that allows any group size."""
+        """Whether each row has a single scale.
+
+        This is always False for MXFP4 and tiled matrices, whose group sizes are restricted.
+        """
         is_any_group = self.format != "mxfp4" and not self.is_tiled
         return is_any_group and self.num_groups == 1
 
@@ -149,14 +152,17 @@ def stacked(parts: list[Quantized]) -> Quantized:
 
 
 def rows_of(matrix: Quantized, start: int, count: int) -> Quantized:
-    """Return a range of a matrix's rows. This is the inverse of `stacked`."""
+    """Return `count` of a matrix's rows, beginning with row `start`. This undoes `stacked`."""
     rows = slice(start, start + count)
     zeros = None if matrix.zeros is None else matrix.zeros[rows]
     return Quantized(matrix.format, matrix.values[rows], matrix.scales[rows], zeros)
 
 
 def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
-    """Convert a matrix without loss to an encoding with wider values, smaller groups or zeros."""
+    """Return the matrix in an encoding with wider values, smaller groups or added zeros.
+
+    The conversion is lossless.
+    """
     scales = quantized.scales
     zeros = quantized.zeros
     if encoding.has_zeros and zeros is None:
@@ -169,9 +175,9 @@ def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
 
 
 def chosen_encoding(format: Format, shape: tuple[int, int]) -> Encoding:
-    """Choose the encoding for weights of this shape.
+    """Return the encoding for weights of this shape in a number format.
 
-    Fall back to int8 if the int4 group size does not divide the number of columns.
+    If int4 is requested and its group size does not divide the number of columns, this is int8.
     """
     columns = shape[1]
     if format != "int4":
@@ -277,13 +283,13 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
 def piece_of(encoding: Encoding, name: str) -> Piece:
     """Return the `Piece` with this name from `pieces_of`.
 
-    Its dtype may differ from the stored dtype.
+    Do not use its dtype, which depends on a computing dtype that this function does not know.
     """
     return next(each for each in pieces_of(encoding, torch.float32) if each.name == name)
 
 
 def encoding_of_one(encoding: Encoding, count: int) -> Encoding:
-    """Return the encoding of one of `count` stacked matrices."""
+    """Return the encoding of each of the `count` equal matrices that are stacked in a matrix."""
     rows, columns = encoding.shape
     return msgspec.structs.replace(encoding, shape=(rows // count, columns))
 
@@ -354,7 +360,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
-    """Pack a matrix into tiles [rows / 16, groups, bytes per tile], with the encoding's groups."""
+    """Pack a matrix into tiles [rows / 16, groups, bytes per tile], grouped as in `encoding`."""
     least = MIN_VALUE[encoding.format]
     group = encoding.group
     tiles = encoding.shape[0] // TILE_ROWS
@@ -393,7 +399,7 @@ def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
 
 
 def _code_shift(encoding: Encoding) -> int:
-    """Return the value whose dequantised weight a tile stores as its offset.
+    """Return the quantised value whose weight is stored as a tile's offset.
 
     For int4, this is the smallest value, as in Q4_1. For int8, it is 0. The weight of the smallest
     int8 value is so large that rounding it to float16 would cause a noticeable error.
@@ -487,6 +493,9 @@ def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quan
 
 
 def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert scales to their stored type, with a positive minimum."""
+    """Convert scales to the dtype in which they are stored, replacing any that are too small.
+
+    Scales are first clamped to a small positive minimum, so that none of them becomes zero.
+    """
     smallest = _LEAST_FLOAT16 if dtype == torch.float16 else _TINY
     return scales.clamp(min=smallest).to(dtype)

@@ -67,7 +67,10 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _centred(codes: torch.Tensor, middle: int) -> torch.Tensor:
-    """Centre unsigned codes on 0, so that the groups' zeros and their rounding errors are small."""
+    """Subtract `middle` from unsigned codes, so that they are centred on 0.
+
+    This keeps the groups' zeros, and the errors from rounding these zeros, small.
+    """
     return codes.to(torch.int16).sub_(middle).to(torch.int8)
 
 

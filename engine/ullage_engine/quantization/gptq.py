@@ -44,7 +44,7 @@ ROW_ELEMENTS = 1 << 24
 _LOW = MIN_VALUE["int4"]
 _HIGH = MAX_VALUE["int4"]
 _LEAST = 1e-9
-"""Minimum weight of an error, and minimum spread and scale of a regression, all above zero."""
+"""Small positive minimum for error weights, and for the spread and scale of a regression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,14 @@ def fit_grid(
 
 
 class _Fit:
-    """Computes weighted squared errors of groups, and the scale and zero that minimise them."""
+    """Computes weighted squared errors of groups, and scales and zeros that minimise them."""
 
     def __init__(self, grouped: torch.Tensor, weight: torch.Tensor) -> None:
         """Create the fit for one matrix.
 
         Args:
             grouped: weights of the matrix, [out, groups, group].
-            weight: weights of the errors, [1, groups, group].
+            weight: how much the error in each column counts, [1, groups, group].
         """
         self._grouped = grouped
         self._weight = weight
@@ -136,7 +136,7 @@ class _Fit:
         return (rounded.sub_(self._grouped).square_() * self._weight).sum(dim=2)
 
     def regression(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scale and zero that bring these values closest to the weights."""
+        """Return each group's scale and zero that bring these values closest to the weights."""
         weighted = self._weight * values
         first = weighted.sum(dim=2)
         second = (weighted * values).sum(dim=2)
@@ -273,7 +273,10 @@ def _excess(
     others: torch.Tensor,
     gram: torch.Tensor,
 ) -> torch.Tensor:
-    """Return how much larger each row's matmul error is with `values` than with `others`."""
+    """Return, for each row, how much `values` increase the matmul error compared to `others`.
+
+    Both are rounded values of the same weights on the same grid.
+    """
     first, second = (grid.quantized(each).dequantise() for each in (values, others))
     products = (second - first) @ gram
     return products.mul_(2 * weights - first - second).sum(dim=1)

@@ -82,10 +82,10 @@ and the memory that pods request on top of their weights. The cost on a GPU has 
 """
 
 KEPT_BYTES = 256 << 20
-"""Size in bytes of the matmul workspaces and of the memory that the allocator retains.
+"""Bytes to allow for matmul workspaces and for memory that the allocator retains.
 
-Without this allowance, estimates for models of 135M and 1B parameters were this far below the
-measured peak.
+Without this allowance, the estimates for models of 135M and 1B parameters were too low by about
+this amount.
 """
 
 COST = "which may cost a fifth of the perplexity"
@@ -207,7 +207,10 @@ def estimated_cost(
 
 @contextmanager
 def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
-    """Re-raise device and memory errors as a CalibrationError that names `subject`."""
+    """Turn memory and runtime errors within the `with` block into a CalibrationError.
+
+    `subject` is what the error message says could not be calibrated.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -216,12 +219,12 @@ def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
 
 
 def _remedy(prepared: Sequence[PreparedTensor]) -> str:
-    """Describe how much quality rounding to nearest may cost, with the remedy if there is one."""
+    """Return a text on how much quality rounding to nearest may cost, with any remedy."""
     return COST + REMEDY if fit_a_checkpoint(each.plan for each in prepared) else COST
 
 
 def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
-    """Return the limits of a single step that computes the whole text."""
+    """Return `StepLimits` with which a single step can compute the whole text."""
     return StepLimits(
         max_tokens=num_windows * window,
         max_rows=num_windows,
@@ -271,7 +274,7 @@ class LayerCalibration:
             hidden: the embedded text, [tokens, hidden], in sequences of `window` tokens.
             window: tokens per sequence.
             report: called whenever a matrix is rounded.
-            remedy: the remedy that a CalibrationError reports.
+            remedy: advice for the user, which a CalibrationError includes.
         """
         self._model_config = model_config
         self._hidden = hidden
@@ -407,7 +410,7 @@ class CalibratedLinear:
 
         Args:
             weights: [out, in].
-            prepared: the stored form of the matrix.
+            prepared: how the matrix will be stored.
             report: called while the weights are rounded.
         """
         self.shape = (weights.shape[1], weights.shape[0])
@@ -432,7 +435,7 @@ class CalibratedLinear:
 
 
 class ExpertRecorder:
-    """The linear layers of one layer's experts, which also record statistics of their inputs.
+    """Linear layers for the experts of one model layer, which record statistics of their inputs.
 
     One recorder covers one kind of matrix, such as the down projections.
     """
@@ -451,7 +454,7 @@ class ExpertRecorder:
         Args:
             experts: the matrices to compute with.
             weights: [experts, out, in].
-            prepared: the stored form of the matrices.
+            prepared: how the matrices will be stored.
             report: called while the weights are rounded.
         """
         self._experts = experts
@@ -496,7 +499,7 @@ def _gram(x: torch.Tensor) -> torch.Tensor:
 
 
 def _grid(prepared: PreparedTensor) -> tuple[int, torch.dtype]:
-    """Return the number of columns per group, and the dtype of scales and zeros."""
+    """Return a matrix's number of columns per group, and the dtype of its scales and zeros."""
     assert prepared.encoding is not None, "only matrices are rounded"
     return prepared.encoding.group, scale_type(prepared.encoding, prepared.dtype)
 

@@ -66,7 +66,7 @@ from ullage_engine.tokenizer.tokenizer import (
 SHARD_BYTES = 2 << 30
 
 STATISTICS = "calibration.safetensors"
-"""File in a w8a8 model's folder that stores the largest activations.
+"""File in a w8a8 model's folder with the largest activation of each input channel.
 
 The safetensors index does not list it.
 """
@@ -401,10 +401,10 @@ def _write(
 def _rounded(
     conversion: Conversion, files: ModelFiles, reader: CheckpointReader, plans: list[TensorPlan]
 ) -> Iterator[tuple[TensorPlan, Quantized | None]]:
-    """Yield each tensor's plan, in order, with its calibrated int4 matrix or None.
+    """Yield each tensor's plan, in order, together with the tensor's calibrated int4 matrix.
 
-    A tensor's plan says which parts of the checkpoint it is read from. The matrix is None if the
-    tensor is not calibrated.
+    Instead of the matrix, None is yielded if the tensor is not calibrated. A plan says which parts
+    of the checkpoint a tensor is read from.
     """
     if conversion.format != "int4":
         yield from ((plan, None) for plan in plans)
@@ -448,7 +448,7 @@ def _config(files: ModelFiles, reader: CheckpointReader) -> dict[str, object]:
 
 
 class _Smoothed:
-    """A checkpoint's tensors, with norms and the matrices after them smoothed (SmoothQuant)."""
+    """Reads a checkpoint's tensors, and smooths norms and the matrices after them (SmoothQuant)."""
 
     def __init__(
         self, reader: CheckpointReader, plans: list[TensorPlan], maxima: Maxima, alpha: float

@@ -125,13 +125,16 @@ class Draws:
     """Whether top-p limits any row."""
     any_min_p: bool
     needs_mass: bool
-    """Whether the total weight of the whole vocabulary is needed for any row."""
+    """Whether any row needs the total weight of the whole vocabulary."""
     arrays: HostArrays
     """Arrays of sampling parameters, [rows, 1] each. Empty if all rows are greedy."""
 
 
 def plan_draws(rows: Sequence[Row], width: int) -> Draws:
-    """Plan the draw of each row. Filtered rows draw from their `width` likeliest tokens."""
+    """Plan how to draw a token for each row.
+
+    Filtered rows draw from their `width` likeliest tokens.
+    """
     filtered = [row.params for row in rows if row.is_filtered]
     any_free = any(row.is_free for row in rows)
     any_greedy = any(row.is_greedy for row in rows)
@@ -314,7 +317,7 @@ def _draw_of_candidates(
 ) -> torch.Tensor:
     """Draw one of the sorted candidates that pass the filters.
 
-    `mass` is the total weight of the whole row.
+    `mass` is the total weight of all tokens in a row.
     """
     weights = _weigh(values - values[:, :1], on_device["temperature"])
     running = weights.long().cumsum(-1)

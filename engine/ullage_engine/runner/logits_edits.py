@@ -156,7 +156,7 @@ class Edits:
     arrays: HostArrays
     """Arrays to upload with the batch's other parameters. Empty if nothing is edited."""
     more_penalties: Sequence[HostArrays]
-    """Penalised logits beyond the first `PENALTIES_AT_ONCE`."""
+    """Arrays for the penalised logits beyond the first `PENALTIES_AT_ONCE`."""
 
     @property
     def rules_out(self) -> bool:
@@ -181,7 +181,7 @@ def _is_edited(chunk: Chunk) -> bool:
 def _penalties(
     chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int
 ) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
-    """Yield the logits to penalise, at most `PENALTIES_AT_ONCE` at a time."""
+    """Yield arrays that describe the logits to penalise, at most `PENALTIES_AT_ONCE` at a time."""
     numbers = []
     outputs = []
     params = np.zeros((3, len(chunks)), np.float32)

@@ -200,7 +200,7 @@ class ModelRunner:
         return state_slots(self._limits.max_rows) * state_bytes + self._scratch_bytes
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Return how many bytes were actually allocated, keyed by reservation name."""
+        """Return how many bytes are actually allocated for each reservation, by its name."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
             "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
@@ -303,7 +303,7 @@ class ModelRunner:
             return self.decoder.verify_row_invariance()
 
     def warm_up(self) -> None:
-        """Run the largest steps, so that libraries allocate all of their lazy buffers now.
+        """Run the largest steps, so that libraries allocate all lazily created buffers now.
 
         The steps overwrite the KV pool, so call this method before the first request.
         """
@@ -327,7 +327,9 @@ class ModelRunner:
         return max(0.0, long - short) / max(1, rows * (longest - 1))
 
     def measure_prompt_seconds(self, tokens: int, start: int = 0) -> float:
-        """Measure how many seconds a step takes for `tokens` prompt tokens that begin at `start`.
+        """Measure how many seconds a step takes to compute `tokens` prompt tokens.
+
+        `start` is the position of the first token in its sequence.
 
         The steps overwrite the KV pool. All ranks of a group must measure together.
         """
@@ -434,9 +436,9 @@ class ModelRunner:
             return sample(logits, chunks, self._counts, likeliest, team, self._as_computed(logits))
 
     def _as_computed(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits in the model's dtype, from which the float32 logits were copied.
+        """Return the logits in the model's dtype, of which `logits` is a copy in float32.
 
-        Return None if the C++ library computes, because its logits are float32 from the start.
+        Return None if the C++ library computes the model, because its logits are float32 already.
         """
         if self._native is not None:
             return None
@@ -532,7 +534,7 @@ class ModelRunner:
 
     @property
     def num_host_slots(self) -> int:
-        """Number of blocks that host memory can hold."""
+        """Number of KV blocks that host memory can hold."""
         return self._host.num_slots if self._host else 0
 
     @property

@@ -22,7 +22,9 @@ def take_proof(
     *,
     verifies: bool,
 ) -> Proof:
-    """Compute this start's proof from its tensors in memory and from the logits of the probe.
+    """Compute the proof of this start from the tensors in memory and the logits of the probe.
+
+    Later starts of the same model compare their own results with the proof.
 
     The probe overwrites the KV pool. All ranks of a group must take their proofs together.
 

@@ -128,7 +128,7 @@ def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPla
 
 
 def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:
-    """Yield the chunks with histories that penalise `PENALTIES_AT_ONCE` or more logits in total.
+    """Yield the chunks, given histories that penalise at least `PENALTIES_AT_ONCE` logits in total.
 
     Histories are shorter if `max_model_len` or `vocab` is too small for this.
     """
@@ -172,7 +172,10 @@ def make_chunk(
     num_blocks: int,
     sampling: SamplingParams | None,
 ) -> Chunk:
-    """Create a chunk. Chunks share blocks if the pool is smaller than the step."""
+    """Create a chunk of a warm-up or probe plan.
+
+    Chunks share KV blocks if the pool has too few blocks for the whole step.
+    """
     end = start + tokens
     table = [(block + index) % num_blocks for block in range(-(-end // limits.block_tokens))]
     return Chunk(

@@ -46,7 +46,8 @@ class AdmissionControl:
     def submit(self, requests: list[EngineRequest], resumed: bool) -> Rejected | None:
         """Admit all samples of one prompt together, or refuse them all without changing any state.
 
-        Resumed requests are only refused if they are invalid. If memory is short, they wait for it.
+        Resumed requests, which an earlier worker had admitted, are only refused if they are
+        invalid. If memory is short, they wait.
 
         Returns:
             The refusal, or None if the samples are admitted.
@@ -85,11 +86,11 @@ class AdmissionControl:
         return True
 
     def is_complete(self, request: EngineRequest, resumed: bool) -> bool:
-        """Return whether a request that was admitted before has nothing left to generate."""
+        """Return whether a request that an earlier worker admitted has nothing left to generate."""
         return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
-        """Create a sequence that ranks behind existing ones with the same priority and arrival."""
+        """Create a sequence that ranks behind older ones of the same priority and submission."""
         self._num_submitted += 1
         return Sequence(
             request=request,
@@ -106,9 +107,10 @@ class AdmissionControl:
         return min(self._limits.max_model_len, pool_tokens)
 
     def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
-        """Return the maximum length in tokens of each of a request's `num_samples` samples.
+        """Return how many tokens each of a request's `num_samples` samples may have in total.
 
-        If the request belongs to a session with a KV limit, all samples together must fit in it.
+        If the request belongs to a session with a KV limit, all samples together must stay within
+        that limit.
         """
         longest = self.max_sequence_tokens
         limit = self._profile.session_kv_bytes
@@ -166,7 +168,7 @@ class AdmissionControl:
         return refuse_now(requests, needed, available, session, queue_slots, releases)
 
     def _session_bytes(self, session: str) -> int | None:
-        """Return how many more bytes a session may use, or None if it has no limit."""
+        """Return how many more bytes of KV a session may use, or None if it has no KV limit."""
         limit = self._profile.session_kv_bytes if session else 0
         if not limit:
             return None
@@ -175,20 +177,27 @@ class AdmissionControl:
         return max(0, limit - round(blocks * self._profile.block_bytes))
 
     def _num_held(self, sequence: Sequence) -> float:
-        """Count the blocks that a sequence holds. A block shared by n sequences counts as 1/n."""
+        """Return how many blocks a sequence holds. A block shared by n sequences counts as 1/n."""
         shares = holder_shares(sequence.blocks.ids, self._cache.ref_count)
         # Window blocks are few, and their counts may rise along the table.
         windows = sequence.windows.ids
         return shares + sum(1 / self._cache.ref_count(block) for block in windows)
 
     def _queue_slots(self, num_requests: int) -> int:
-        """Return the number of free queue slots, at least `num_requests` if the queue is empty."""
+        """Return how many more requests may wait in the queue.
+
+        If the queue is empty, `num_requests` may always wait, even if they exceed its maximum
+        length.
+        """
         num_waiting = self._sequences.num_waiting
         free = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
         return free if num_waiting else max(free, num_requests)
 
     def _min_blocks(self, sequence: Sequence) -> int:
-        """Count the blocks that one sample of a prompt needs to generate another token."""
+        """Return the minimum number of blocks with which this sample can generate its next token.
+
+        Blocks that the sample shares with the parent of its group are not counted.
+        """
         return sample_blocks(
             self._profile,
             len(sequence.token_ids) + 1,
@@ -197,7 +206,11 @@ class AdmissionControl:
         )
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
-        """Create sequences for one prompt's samples. The first computes their common prefix."""
+        """Create a sequence for each sample of a prompt.
+
+        If the samples have a common prefix, the first sequence becomes the parent of the others,
+        and computes the prefix for them.
+        """
         rank = Rank(-requests[0].priority, arrival=self._num_submitted, serial=0)
         parent, *others = [self.new_sequence(request, rank) for request in requests]
         for sequence in (parent, *others):

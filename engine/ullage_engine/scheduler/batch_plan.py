@@ -38,14 +38,17 @@ class PromptCost:
     If infinite, the context length does not affect the cost.
     """
     step_budget: float = math.inf
-    """Maximum total cost of the prompt tokens in one step. At least one token is always allowed."""
+    """Maximum total cost of a step's prompt tokens, but at least one token is always allowed."""
 
     def of(self, start: int, count: int) -> float:
         """Return the cost of `count` prompt tokens that begin at position `start`."""
         return count * (1.0 + (start + count / 2) / self.even_context)
 
     def tokens_within(self, budget: float, start: int, most: int) -> int:
-        """Return how many tokens from position `start` on fit in a budget, up to `most`."""
+        """Return how many prompt tokens from position `start` on cost at most `budget`.
+
+        The result is at most `most`.
+        """
         if self.of(start, most) <= budget:
             return most
         if budget <= 0.0:
@@ -92,7 +95,7 @@ class SchedulerLimits:
     states nor sliding windows.
     """
     prompt_cost: PromptCost = PromptCost()
-    """Cost of prompt tokens by position, and the cost budget of one step."""
+    """Cost of prompt tokens depending on their position, and maximum total cost per step."""
 
 
 class PromptBudget:
@@ -107,7 +110,7 @@ class PromptBudget:
         self._is_untouched = True
 
     def share(self, start: int, remaining: int) -> int:
-        """Return how many of the `remaining` tokens, beginning at `start`, fit in the budget."""
+        """Return how many of a prompt's `remaining` tokens, from position `start` on, still fit."""
         if not self._is_chunked:
             return remaining if remaining <= self._tokens else 0
 
@@ -131,7 +134,7 @@ class Transfers(NamedTuple):
     read: tuple[KvRead, ...] = ()
 
     def and_those_of(self, other: "Transfers") -> "Transfers":
-        """Return these copies together with those of another `Transfers`."""
+        """Return a new `Transfers` with these copies and those of another."""
         return Transfers(self.stored + other.stored, self.read + other.read)
 
 
@@ -152,7 +155,7 @@ def postponed_decodes(
     max_read_bytes: int,
     read_bytes: Callable[[int], int],
 ) -> set[str]:
-    """Choose the decodes to postpone. Sequences that have waited longest decode first.
+    """Choose which decodes to postpone, so that those that have waited longest run in this step.
 
     Args:
         ready: sequences that can decode.

@@ -60,7 +60,7 @@ class _BeamGroup:
         return self.first.sampling.top_logprobs or 0
 
     def roots(self) -> list[EngineRequest]:
-        """Build `width` requests for the bare prompt, to reserve memory for all beams."""
+        """Build `width` requests with only the prompt, which reserve memory for all beams."""
         return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
 
     def beam(self, place: int, token_ids: list[int]) -> EngineRequest:
@@ -141,7 +141,7 @@ class BeamSearches:
     def start(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Start a beam search that answers these requests, or refuse it.
+        """Start a beam search whose best hypotheses answer these requests, or refuse it.
 
         Returns:
             The refusal, which names the first request, or the outputs of requests that end
@@ -188,7 +188,11 @@ class BeamSearches:
         return True
 
     def on_failed(self, failed: RequestFailed) -> list[RequestFailed]:
-        """Fail all of a search's requests if one of its beams failed. Pass on other failures."""
+        """Return the requests that fail because of this failure.
+
+        If a beam has failed, its search ends, and all requests of the search fail. Any other
+        failure is returned unchanged.
+        """
         group = self._by_member.get(failed.request_id)
         if group is None:
             return [failed]

@@ -6,7 +6,7 @@ from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.scheduler.sequence import Sequence
 
 _FIRST_COMPARED = 16
-"""Number of tokens in the first pair of slices to compare."""
+"""Length in tokens of the first two slices to compare."""
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:

@@ -104,7 +104,7 @@ class ConvStatePool:
         assert not set(written) & set(states), "a state is overwritten"
 
     def _is_usable(self, state: ConvState, num_computed: int) -> bool:
-        """Return whether a step may continue from this state instead of replaying from zero.
+        """Return whether a step may continue from this state, without replaying from a zero state.
 
         This is the case if continuing leads to an exact state at `num_computed`, and does not take
         more tokens than a replay from the zero state.

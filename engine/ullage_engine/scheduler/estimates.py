@@ -5,7 +5,7 @@ import bisect
 _GROWTH = 1.125
 """Ratio of adjacent histogram bucket bounds. Estimates are at most one eighth too high."""
 _RESCALE_AT = 1e12
-"""Weight of an observation at which all weights are scaled down, so that floats do not overflow."""
+"""Observation weight at which all weights are scaled down, so that floats do not overflow."""
 
 _SPEED_WEIGHT = 0.2
 """Weight of the latest measurement in the moving average of the decode speed."""
@@ -19,7 +19,7 @@ The weight is small so that occasional steps with prompts, which take much longe
 the average.
 """
 _PREFILL_HALF_LIFE = 4096
-"""Number of later prompt tokens after which a step's weight in the prefill speed has halved."""
+"""Number of prompt tokens over which a step's weight in the prefill speed estimate halves."""
 _LEAST_PROMPT_SHARE = 0.1
 """Minimum fraction of a mixed step's time to attribute to its prompt tokens.
 
@@ -103,9 +103,9 @@ class ThroughputEstimator:
         """Decode speed of one running sequence, in tokens per second."""
         self.prefill_tokens_per_second = 0.0
         self._steps = _SecondsBySize()
-        """Average time of steps with decodes, with or without prompts."""
+        """Average time of steps with decodes, whether or not they also computed prompts."""
         self._decode_steps = _SecondsBySize()
-        """Average time of steps with decodes but without prompts."""
+        """Average time of steps that only decoded."""
 
         # Decayed sums over the steps with prompts, which give the least-squares speed.
         self._tokens_squared = 0.0
@@ -160,7 +160,7 @@ class ThroughputEstimator:
         self.prefill_tokens_per_second = self._tokens_squared / self._token_seconds
 
     def seconds_until(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """Predict the seconds needed to compute a prompt and generate an output."""
+        """Estimate how many seconds it takes to compute a prompt and then generate an output."""
         decode = self.decode_tokens_per_second or _DEFAULT_DECODE_SPEED
         prefill = self.prefill_tokens_per_second or _DEFAULT_DECODE_SPEED * 16
         return num_prompt_tokens / prefill + num_output_tokens / decode
@@ -171,11 +171,13 @@ class _SecondsBySize:
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
-        """Average seconds, indexed by bit length minus one, or 0 for sizes that were not
-        observed."""
+        """Average seconds per group, indexed by the bit length of the number of decodes minus one.
+
+        The value is 0 for groups without observations.
+        """
 
     def has(self, num_decodes: int) -> bool:
-        """Return whether any step in the same group of batch sizes was observed."""
+        """Return whether any step in the group for this number of decodes has been observed."""
         bucket = num_decodes.bit_length() - 1
         return bucket < len(self._seconds) and self._seconds[bucket] > 0.0
 

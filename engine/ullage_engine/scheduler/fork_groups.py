@@ -4,7 +4,7 @@ from ullage_engine.scheduler.sequence import Sequence
 
 
 class ForkGroups:
-    """Groups samples of the same prompt, of which one (the parent) computes the common prefix.
+    """Groups samples of the same prompt. One of them, the parent, computes the common prefix.
 
     The other samples are its children. They wait until the parent has computed the common prefix,
     and then fork from it. If the parent is removed before that, the most important child takes its

@@ -30,23 +30,25 @@ A healthy server answers sooner even if its tiers are slow, so the timeout only 
 faulty server.
 """
 _MAX_OFFERED = 4096
-"""Maximum number of blocks in the next offer and in all unanswered offers together."""
+"""Maximum total number of blocks in the next offer and in all unanswered offers."""
 _MAX_STORED = 64
 """Maximum number of blocks to copy to the host per step, so that the step is not delayed too
 much."""
 
 Place = TypeVar("Place")
-"""Type of an offered block's location, including the content that must still be there when the
-block is copied."""
+"""Type of an offered block's location.
+
+The location also identifies the block's content, so that an overwritten block is not copied.
+"""
 
 
 class Granted(NamedTuple, Generic[Place]):
     """Host slots granted by the server, split by whether their blocks are still on the device."""
 
     stored: list[tuple[KvSlot, Place]]
-    """Slots to copy blocks to, with the locations of the blocks."""
+    """Slots to copy blocks to, each with the location of its block."""
     dropped: list[KvSlot]
-    """Slots to return, because their blocks are no longer on the device."""
+    """Slots to return to the server, because their blocks are no longer on the device."""
 
 
 class BlockOffers(Generic[Place]):
@@ -60,8 +62,7 @@ class BlockOffers(Generic[Place]):
         self._num_offered = 0
         """Number of blocks in the next message and in unanswered offers."""
         self._granted: deque[tuple[KvSlot, Place]] = deque()
-        """Granted slots to which blocks have not been copied yet, with the locations of the
-        blocks."""
+        """Granted slots that have not been filled yet, each with the location of its block."""
 
     @property
     def has_granted(self) -> bool:
@@ -78,7 +79,10 @@ class BlockOffers(Generic[Place]):
         return True
 
     def withdraw(self, chains: Collection[bytes] | None) -> None:
-        """Remove blocks of these chains from the next offer, or all blocks if `chains` is None."""
+        """Remove blocks from the next offer.
+
+        `chains`: key prefixes of the blocks to remove, or None to remove all blocks.
+        """
         keys = [key for key in self._new_blocks if chains is None or key[:CHAIN_BYTES] in chains]
         for key in keys:
             del self._new_blocks[key]
@@ -101,9 +105,9 @@ class BlockOffers(Generic[Place]):
         self._granted += [(slot, places[slot.key]) for slot in slots]
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
-        """Take the granted slots to which the next step copies blocks.
+        """Remove and return the granted slots that the next step handles.
 
-        `is_there` returns whether a location still holds the offered block.
+        `is_there` tells whether the offered block is still at its location.
         """
         granted = Granted[Place]([], [])
         for _ in range(min(_MAX_STORED, len(self._granted))):
@@ -117,7 +121,7 @@ class BlockOffers(Generic[Place]):
 
 @dataclass(slots=True, eq=False)
 class KvQuery:
-    """A query that asks the server for the stored KV of a sequence's blocks."""
+    """A query to the server for a sequence's blocks that KV tiers outside the device may hold."""
 
     number: int
     first: int
@@ -161,7 +165,7 @@ class KvExchange(Generic[Place]):
         self._offers.on_granted(slots)
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> list[tuple[KvSlot, Place]]:
-        """Take the granted slots for one step, with the locations of the blocks to copy to them.
+        """Remove and return the slots to fill in one step, each with the location of its block.
 
         If a block is no longer on the device, its slot is returned to the server.
 
@@ -174,7 +178,10 @@ class KvExchange(Generic[Place]):
         return granted.stored
 
     def discard(self, chains: list[bytes] | None) -> None:
-        """Make all tiers discard the KV of these block chains, or all KV if `chains` is None."""
+        """Make all tiers outside the device discard blocks.
+
+        `chains`: key prefixes of the blocks to discard, or None to discard all blocks.
+        """
         self._offers.withdraw(chains)
         self._outgoing.append(KvDamaged(chains=chains))
 
@@ -205,7 +212,7 @@ class KvExchange(Generic[Place]):
         return query
 
     def on_found(self, answer: KvFound) -> None:
-        """Record a query's answer. If no sequence is waiting for it, release the answer's slots."""
+        """Record the answer to a query. If the query has ended, release the slots in the answer."""
         query = self._queries.get(answer.number)
         if query is None:
             self.give_back(answer.number)
@@ -213,7 +220,7 @@ class KvExchange(Generic[Place]):
             query.answer = answer
 
     def drop(self, query: KvQuery) -> None:
-        """End a query without copying anything, and have the server release the answer's slots."""
+        """End a query without copying its blocks. Any slots in its answer are released."""
         self.settle(query)
         if query.answer is not None:
             self.give_back(query.number)
@@ -223,7 +230,7 @@ class KvExchange(Generic[Place]):
         del self._queries[query.number]
 
     def give_back(self, number: int) -> None:
-        """Tell the server to release an answer's slots, because nothing is copied from them."""
+        """Tell the server that an answer's slots are not needed, so that it can release them."""
         self._outgoing.append(KvRead(number=number, num_blocks=0))
 
     def report(self, stored: Iterable[KvSlot], read: Iterable[KvRead]) -> None:
@@ -231,7 +238,7 @@ class KvExchange(Generic[Place]):
 
         Args:
             stored: slots to which blocks have been copied.
-            read: answers whose slots have been copied to the device.
+            read: reports on answers whose blocks have been copied to the device.
         """
         if written := list(stored):
             self._outgoing.append(KvWritten(stored=written))

@@ -68,7 +68,10 @@ class Lifecycle:
             self._reservations.defer(child)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Share the KV of the parent's first `num_tokens` tokens with a waiting child."""
+        """Let a waiting child share the KV of its parent's first `num_tokens` tokens.
+
+        If this is impossible, the child's reservation is deferred. See `BlockReservations.fork`.
+        """
         if self._reservations.fork(parent, child, num_tokens, self._sequences):
             self._conv_states.share(parent, child)
 

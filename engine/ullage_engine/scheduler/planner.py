@@ -102,10 +102,11 @@ class BatchPlanner:
         return self._present(running), max_decodes
 
     def _present(self, running: list[Sequence]) -> list[Sequence]:
-        """Filter out sequences whose KV is not on the device yet.
+        """Return the sequences whose KV is already on the device.
 
-        If every sequence left is about to have its KV copied back, all are kept, and the step waits
-        for the copies.
+        Sequences that wait for the answer to a KV query are left out. If all others are about to
+        have their KV copied back, they are returned all the same, and the step waits for the
+        copies.
         """
         if self._tiers:
             running = [each for each in running if not self._tiers.is_waiting(each)]
@@ -136,7 +137,7 @@ class BatchPlanner:
         return self._chunk(sequence, start, 1)
 
     def _can_decode(self, sequence: Sequence) -> bool:
-        """Return whether computing a single token suffices to sample the sequence's next token.
+        """Return whether only one token must be computed before the next token can be sampled.
 
         If tokens must be replayed to rebuild a convolution state, they count as prompt tokens and
         the result is False.

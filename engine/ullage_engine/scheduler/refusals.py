@@ -26,7 +26,7 @@ def refuse_never_fits(
 
     Args:
         requests: samples of one prompt.
-        profile: memory capacity of the engine, and the KV costs of requests.
+        profile: the engine's memory capacity, and how much KV memory requests cost.
         max_model_len: maximum sequence length in tokens.
         needed_bytes: minimum KV bytes that the requests need in an empty engine.
 
@@ -73,9 +73,9 @@ def refuse_now(
         requests: samples of one prompt.
         needed_bytes: KV bytes to reserve for the requests.
         available_bytes: KV bytes that are neither in use nor reserved.
-        session_bytes: KV bytes that the session may use in addition, or None if the session has no
-            limit.
-        queue_slots: number of requests that the waiting queue has room for.
+        session_bytes: KV bytes that the requests' session may still use, or None if the session has
+            no limit.
+        queue_slots: number of further requests that may wait in the queue.
         releases: expected memory releases, as (seconds from now, bytes).
 
     Returns:
@@ -138,7 +138,7 @@ def _never(request: EngineRequest, needed: int, available: int, reason: str) -> 
 
 
 def _retry_after(missing_bytes: int, releases: Iterable[tuple[float, int]]) -> float:
-    """Return in how many seconds enough memory should have been released.
+    """Return the number of seconds until enough memory is expected to be free.
 
     If the expected releases do not suffice, return the time of the last release.
     """

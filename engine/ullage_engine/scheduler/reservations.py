@@ -60,7 +60,7 @@ class BlockReservations:
 
     @property
     def num_unreserved(self) -> int:
-        """Return the number of available blocks that no sequence has reserved."""
+        """Return how many blocks are free or reclaimable, and not reserved by any sequence."""
         return self._cache.num_available - self._num_reserved
 
     @property
@@ -144,7 +144,7 @@ class BlockReservations:
         return True
 
     def slide_window(self, sequence: Sequence, position: int) -> None:
-        """Free blocks that have moved out of the sliding window that ends at this position.
+        """Free blocks that precede the sliding window of the token at `position`.
 
         The freed memory stays reserved for the window's next blocks.
         """
@@ -153,7 +153,10 @@ class BlockReservations:
             self._free_windows(sequence, max(0, first - sequence.windows.first))
 
     def replace_windows(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Replace all of a sequence's sliding window blocks by `blocks`, from index `first` on."""
+        """Free a sequence's sliding window blocks, and give it `blocks` instead.
+
+        `first`: index in the sequence of the first of the new blocks.
+        """
         self._free_windows(sequence, len(sequence.windows.ids))
         sequence.windows.first = first
         sequence.windows.ids = blocks
@@ -167,7 +170,7 @@ class BlockReservations:
             self._reserve(sequence, sum(self._cache.ref_count(block) == 0 for block in blocks))
 
     def cache_blocks(self, sequence: Sequence, first: int, full: int) -> int:
-        """Add a sequence's complete blocks, `first` to `full` - 1, to the prefix cache.
+        """Add a sequence's full blocks with indices `first` to `full` - 1 to the prefix cache.
 
         Returns:
             The number of blocks that were already cached. The sequence now uses the cached copies
@@ -191,7 +194,10 @@ class BlockReservations:
         return num_merged
 
     def take(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> list[int] | None:
-        """Allocate `count` blocks. Return None if another sequence must be preempted first."""
+        """Allocate `count` blocks and return their ids.
+
+        Return None if another sequence must be preempted first.
+        """
         if count == 0:
             return []
         if count > sequence.num_reserved:
@@ -249,10 +255,10 @@ class BlockReservations:
         assert not is_shared, f"{sequence.request_id} would write to a shared block"
 
     def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
-        """Count the blocks that a sequence needs for its expected length, except shared blocks.
+        """Return how many blocks of its own a sequence needs for its expected length.
 
-        Shared blocks are those that the sequence's parent will compute. Without a parent, they are
-        the blocks of the first `num_shared` tokens.
+        Shared blocks are not counted: those that the sequence's parent will compute or, if it has
+        no parent, those of its first `num_shared` tokens.
         """
         if sequence.fork.parent:
             num_shared = sequence.fork.num_shared_tokens
@@ -305,7 +311,10 @@ class BlockReservations:
             self.num_deferred += num_blocks
 
     def _make_room(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> bool:
-        """Increase a reservation to `count` blocks, revoking less important ones if necessary."""
+        """Increase a reservation to at least `count` blocks. Return False if this is impossible.
+
+        If necessary, reservations of less important sequences are revoked.
+        """
         beyond = count - sequence.num_reserved
 
         # The least important first. None as important as the sequence is a victim, so no two

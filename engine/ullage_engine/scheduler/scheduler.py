@@ -189,8 +189,8 @@ class Scheduler:
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
         """Drop a request and free its memory. Unknown ids are ignored.
 
-        `is_answered`: whether a stop string ended the answer. If so, its length is included in the
-        output length estimate.
+        `is_answered`: whether the request is dropped because a stop string ended its answer. If so,
+        the length of the answer is included in the output length estimate.
         """
         if sequence := self._sequences.get(request_id):
             if is_answered:
@@ -348,8 +348,8 @@ class Scheduler:
     def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
         """Make a plan of these chunks and the pending moves.
 
-        Once computed, the plan also reports the transfers in `done` to the server. If it has no
-        chunks, a later plan reports them.
+        The transfers in `done` are reported to the server once the plan has been computed. If the
+        plan has no chunks, they are reported with a later plan.
         """
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
         moves = self._swap.drain(chunks)
@@ -398,7 +398,10 @@ class Scheduler:
     def _append(
         self, sequence: Sequence, sampled: SampledToken, before: list[SampledToken] | None
     ) -> TokenOutput:
-        """Append a sampled token. The accepted draft tokens in `before` are already appended."""
+        """Append a sampled token to a sequence, and return the output for the client.
+
+        The output also includes the draft tokens in `before`, which are already appended.
+        """
         request = sequence.request
         tokens = sequence.token_ids
         token = sampled.token_id

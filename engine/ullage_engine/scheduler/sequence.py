@@ -22,8 +22,10 @@ class BlockTable:
     """Blocks that a sequence holds for full or sliding window attention layers, in token order."""
 
     ids: list[int] = field(default_factory=list)
-    """Block ids. Appending modifies the list in place, while replacing an entry creates a new
-    list."""
+    """Block ids.
+
+    New blocks are appended in place. To replace an entry, a new list is created.
+    """
     first: int = 0
     """Index in the sequence of the table's first block, or 0 without sliding windows.
 
@@ -55,7 +57,7 @@ class ConvSlots:
     """The current state. A waiting sequence keeps its state until another sequence needs the
     slot."""
     next_slot: int | None = None
-    """Slot to which the planned step writes the next state."""
+    """Slot to which the planned step writes the next state, or None if no step is planned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +65,10 @@ class Fork:
     """A sequence's role among the samples of its prompt. See `ForkGroups`."""
 
     parent: "Sequence | None" = None
-    """Sample of the same prompt that computes the common prefix for this sequence."""
+    """Sample of the same prompt that computes the common prefix for this one.
+
+    None if there is no such sample, or once this sequence has forked from it.
+    """
     num_shared_tokens: int = 0
     """Number of leading tokens that the parent computes for its children."""
     has_children: bool = False
@@ -74,14 +79,16 @@ class PrefixLookup:
     """What is known about a sequence's leading blocks in the prefix cache and other KV tiers."""
 
     content_keys: list[bytes] = field(default_factory=list)
-    """Content keys of the leading blocks, for those computed so far."""
+    """Content keys of the leading blocks, as far as they have been computed."""
     cached_path: Path = field(default_factory=list)
     """Cached blocks found by the last prefix cache lookup."""
     num_stored_blocks: int = 0
-    """Number of leading blocks up to the last one loaded from KV tiers outside the device."""
+    """Number of blocks up to the last one that was loaded from KV tiers outside the device."""
     awaited: "tuple[Sequence, int] | None" = None
-    """More important running sequence to wait for, because it is computing the same prefix, and the
-    length of that prefix in tokens."""
+    """Sequence to wait for, and the length in tokens of the prefix that it is computing.
+
+    This is a more important running sequence with the same prefix, or None if there is none.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +113,7 @@ class Swapped:
 
 @dataclass(slots=True)
 class Backlog:
-    """Counts how many tokens sequences have yet to compute before they can decode."""
+    """Counts the tokens that must still be computed before all sequences can decode."""
 
     num_tokens: int = 0
 
@@ -184,7 +191,7 @@ class Sequence:
 
     @property
     def num_prefill(self) -> int:
-        """Return how many tokens to compute before decoding can begin, or 0 if it has begun."""
+        """Return how many tokens are left to compute before decoding, or 0 if it has begun."""
         return 0 if self.is_decoding else self.num_remaining
 
     @property

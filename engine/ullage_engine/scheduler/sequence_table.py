@@ -53,12 +53,12 @@ class SequenceTable:
 
     @property
     def newest_running(self) -> Sequence | None:
-        """Return the least important running sequence."""
+        """Return the least important running sequence, or None if none is running."""
         return self._running[-1] if self._running else None
 
     @property
     def num_backlog_tokens(self) -> int:
-        """Return the total number of tokens to compute before all sequences can decode."""
+        """Return how many tokens must still be computed before all sequences can decode."""
         return self._backlog.num_tokens
 
     def add(self, sequence: Sequence) -> None:

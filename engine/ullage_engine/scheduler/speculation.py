@@ -52,7 +52,7 @@ class PromptLookup:
         self._token_ids = token_ids
         self._lookup_tokens = lookup_tokens
         self._followed: dict[tuple[int, ...], int] = {}
-        """Position after the last occurrence of each n-gram that is followed by a token."""
+        """For each n-gram, the position of the token after its last indexed occurrence."""
 
         # The index has the positions `_first` to `_next` - 1.
         self._first = NGRAM
@@ -209,7 +209,7 @@ class Speculation:
         return last, {name: tokens[:-1] for name, tokens in drawn.items() if len(tokens) > 1}
 
     def _room(self, sequence: Sequence) -> int:
-        """Return how many draft tokens fit in a sequence.
+        """Return how many draft tokens may be added to a sequence.
 
         There must be room for one more token after the draft. The draft may only use blocks that
         the sequence holds or has reserved, so that drafts never cause preemptions.
@@ -231,9 +231,14 @@ def may_speculate(sequence: Sequence) -> bool:
 
 
 def accepted(sequence: Sequence, chunk: Chunk, drawn: Tokens[SampledToken]) -> list[SampledToken]:
-    """Return the tokens sampled after correct draft tokens, up to a token that ends the answer.
+    """Return the leading sampled tokens that are valid, up to a token that ends the answer.
 
-    `drawn`: the tokens sampled after the last token before the draft, and after each draft token.
+    A sampled token is valid if all draft tokens before it were correct.
+
+    Args:
+        sequence: the sequence that the chunk belongs to.
+        chunk: the chunk, which ends with the draft.
+        drawn: the sampled tokens: one to compare with each draft token, and one after the draft.
     """
     tokens: list[SampledToken] = []
     draft = chunk.token_ids[len(chunk.token_ids) - len(drawn) + 1 :]

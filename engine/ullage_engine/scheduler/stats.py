@@ -14,14 +14,14 @@ from ullage_engine.scheduler.sequence import Sequence
 from ullage_engine.scheduler.state import SchedulerState
 
 _FREELY_WALKED = 64
-"""Maximum number of sequences for which every report may iterate over all of them."""
+"""Up to this number of sequences, every report may iterate over all of them."""
 _WALKED_PER_S = 1000
 """Maximum number of sequences to visit per second if there are more than `_FREELY_WALKED`. At this
 rate, iterating takes about 1 % of the time."""
 
 
 class WalkLimiter:
-    """Decides when a report may iterate over all sequences to update a statistic."""
+    """Limits how often reports iterate over all sequences to update a statistic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Create a limiter. `clock` returns the time in seconds."""
@@ -34,7 +34,7 @@ class WalkLimiter:
         return self._clock() - self._walked_at
 
     def is_due(self, num_sequences: int) -> bool:
-        """Return whether to iterate over this many sequences now. If so, record the pass."""
+        """Return whether to iterate over this many sequences now. If so, record the time."""
         now = self._clock()
         interval_s = 0.0 if num_sequences <= _FREELY_WALKED else num_sequences / _WALKED_PER_S
         if now - self._walked_at < interval_s:

@@ -55,7 +55,11 @@ class SwapManager:
         self._swapping_in: list[Sequence] = []
 
     def copy_shared(self, table: list[int], index: int, block: int) -> list[int]:
-        """Copy the shared block at `index` of a table to `block`, and return the new table."""
+        """Replace the shared block at `index` of a table with `block`, and plan to copy its KV.
+
+        Returns:
+            A new table. The original is not modified.
+        """
         shared = table[index]
         self._copies.append((shared, block))
         self._cache.free([shared])
@@ -129,11 +133,11 @@ class SwapManager:
 
     @property
     def has_arriving(self) -> bool:
-        """Whether the KV of any sequence has yet to be copied to the device."""
+        """Whether any sequence is arriving, that is, its copy has not been handed to a plan yet."""
         return bool(self._swapping_in)
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's KV has yet to be copied to the device."""
+        """Return whether the sequence is arriving: its copy has not been handed to a plan yet."""
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
@@ -167,7 +171,7 @@ class SwapManager:
         self._slots.check_integrity(each.swapped.all_slots for each in sequences if each.swapped)
 
     def _num_shared_blocks(self, sequence: Sequence) -> int:
-        """Count the leading blocks that stay on the device because other sequences use them."""
+        """Return how many leading blocks stay on the device because other sequences use them."""
         if not self._cache.has_cache:
             return 0
         count = 0

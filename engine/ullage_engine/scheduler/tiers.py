@@ -53,9 +53,9 @@ class _Wait:
     query: KvQuery
     sequence: Sequence
     longest_s: float
-    """Maximum seconds to wait after all blocks before the requested ones have been computed."""
+    """Maximum seconds to wait once all blocks before the requested ones have been computed."""
     rest_s: float
-    """Like `longest_s`, but for blocks that the answer reports as still being loaded."""
+    """Value of `longest_s` for a second query, for blocks that were still being loaded."""
     since: float | None = None
     is_late: bool = False
     """Whether the wait has timed out. A late answer may still supply blocks that have not been
@@ -81,7 +81,7 @@ class TierTransfers:
         throughput: ThroughputEstimator,
         clock: Callable[[], float],
     ) -> None:
-        """Create a planner without pending copies. `clock` returns the time in seconds."""
+        """Start with no pending queries or copies. `clock` returns the time in seconds."""
         self._cache = cache
         self._reservations = reservations
         self._space = policy.kv_space
@@ -93,9 +93,9 @@ class TierTransfers:
         self._exchange = KvExchange[_Place]()
         self._waiting: dict[Sequence, _Wait] = {}
         self._ins: list[tuple[int, int]] = []
-        """Pairs (host slot, block) that the next plan copies to the device."""
+        """Copies to the device for the next plan, as pairs of a host slot and a device block."""
         self._arriving: dict[Sequence, KvRead] = {}
-        """Sequences whose KV the next plan loads, with the reports to send afterwards."""
+        """Sequences whose KV the next plan loads, each with the report to send afterwards."""
         self._kept = Transfers()
         """Copies performed by plans without chunks, to be reported with a later plan."""
 
@@ -186,7 +186,7 @@ class TierTransfers:
         self._waiting[sequence] = _Wait(query, sequence, longest_s, rest_s)
 
     def on_found(self, answer: KvFound) -> None:
-        """Record a query's answer. If no sequence is waiting for it, release the answer's slots."""
+        """Record the answer to a query. If the query has ended, release the slots in the answer."""
         self._exchange.on_found(answer)
 
     def is_waiting(self, sequence: Sequence) -> bool:
@@ -212,7 +212,7 @@ class TierTransfers:
         return end if wait is None or wait.is_late else min(end, self._position(wait.query))
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's KV has yet to be copied to the device."""
+        """Return whether the next plan will copy stored KV of this sequence to the device."""
         return sequence in self._arriving
 
     def place(self, in_flight: Container[Sequence]) -> None:

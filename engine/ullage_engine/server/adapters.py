@@ -50,7 +50,7 @@ FIRST_ADAPTERS_S = 30.0
 A slow download must not delay requests that need no adapter.
 """
 _MAX_WORKERS_LOST = 2
-"""Number of workers that may exit while loading the same adapter.
+"""Maximum number of workers that may exit while loading the same adapter.
 
 After that, the adapter is not retried until its configuration is edited.
 """
@@ -94,7 +94,7 @@ class AdapterVersion:
 
 @dataclass(slots=True)
 class _Attempt:
-    """An adapter that is being fetched and loaded, or that has failed permanently."""
+    """An attempt to fetch and load an adapter, which is in progress or has failed permanently."""
 
     section: AdapterSection
     task: asyncio.Task[None]
@@ -162,7 +162,7 @@ class AdapterSet:
 
     @property
     def keys(self) -> dict[str, str]:
-        """Maps each available adapter's name in requests to the worker's key for it."""
+        """The worker's key of each available adapter, by the name that requests use."""
         return {name: version.key for name, version in self._offered.items()}
 
     @property
@@ -197,7 +197,7 @@ class AdapterSet:
     # configuration -------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Delay readiness until the adapters configured at startup are loaded."""
+        """Delay readiness until configured adapters are loaded, have failed or take too long."""
         self._engine_status.set_preparing(bool(self._read()))
 
     async def run(self) -> None:

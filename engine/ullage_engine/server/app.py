@@ -75,7 +75,7 @@ _FOR_EVERYBODY = frozenset(
 )
 """Services that anyone may call. Probes and operators call them with small requests."""
 _LAST_MESSAGES_S = 1.0
-"""Time that finished requests have to send their last message, in seconds."""
+"""Maximum time to wait for finished requests to send their last message, in seconds."""
 
 ChooseLaunch = Callable[[ModelFiles], WorkerLaunch]
 """Function that returns how to start workers for a model's files.
@@ -136,7 +136,7 @@ class EngineApp:
         self._certificates: Certificates | None = None
         self._kv = self._make_tiers()
         self.port = 0
-        """Port of the gRPC server, or 0 until `run` has bound one."""
+        """Port of the gRPC server, or 0 until `run` has bound it."""
         self.probe_port = 0
         self.listening = asyncio.Event()
 
@@ -204,7 +204,7 @@ class EngineApp:
         return self._certificates.material if self._certificates is not None else None
 
     async def _open_tiers(self, launch: WorkerLaunch) -> KvTiers | None:
-        """Allocate the host tier. Return None if there is none or workers do not use it.
+        """Allocate the host tier. Return None if there is none or the workers do not use it.
 
         Raises:
             AppError: the configured memory is not available.
@@ -249,7 +249,10 @@ class EngineApp:
             entry.add_tier_hits([TierHit(h.tier, h.num_blocks * size, h.seconds) for h in hits])
 
     async def _end(self, supervising: asyncio.Task[None]) -> None:
-        """Wait until open requests have sent their last messages, so that sockets can be closed."""
+        """Wait for the supervisor to end, and then for the last messages of open requests.
+
+        Sockets can be closed after that.
+        """
         try:
             await supervising
         except StartError as error:
@@ -270,7 +273,10 @@ class EngineApp:
         self._journal.end_all(lambda entry: entry.fail(lost))
 
     async def _drain(self, hurry: asyncio.Event) -> None:
-        """Refuse new requests, and wait for open requests up to the request time limit."""
+        """Refuse new requests, and give open requests time to finish.
+
+        After `limits.total_timeout`, or once `hurry` is set, cancel the remaining requests.
+        """
         await self._health.set_ready(False)
         self._engine_status.drain()
         log.info("draining", extra={"open_requests": len(self._journal)})
@@ -348,9 +354,9 @@ class EngineApp:
             await probes.stop(None)
 
     def _admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Decide from an RPC's metadata whether to admit it, and return the tenant to charge.
+        """Check a Generate RPC's ticket, and return the tenant to charge for any RPC.
 
-        The result is "" if the tenant is unknown, and None for services that anyone may call.
+        The result is None for services that anyone may call, and otherwise "" (tenant unknown).
 
         Raises:
             ServiceError: a Generate RPC lacks a required ticket.

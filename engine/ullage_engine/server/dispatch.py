@@ -2,7 +2,7 @@
 
 The journal holds every open request. The dispatcher sends requests to the ready worker and receives
 the answers. When a worker dies, the dispatcher determines which requests may have killed it (the
-suspects). The oldest suspect is retried alone until a worker has survived a decode step of it. All
+suspects). The oldest suspect is retried alone until a worker survives one of its decode steps. All
 other requests wait until then.
 """
 
@@ -82,7 +82,7 @@ class Dispatcher:
             self._send(worker, submission)
 
     def end_trial(self, worker: WorkerHandle) -> None:
-        """If the worker has survived a decode step of the suspect, send the waiting requests."""
+        """Send the waiting requests if the suspect no longer has to be retried alone."""
         if self._suspect is not None and not self._runs_alone(worker, self._suspect):
             self.send_waiting(worker)
 
@@ -173,7 +173,7 @@ class Dispatcher:
     # across workers ------------------------------------------------------------------------------
 
     def resume(self, worker: WorkerHandle, *, is_short: bool) -> None:
-        """Prepare open requests for the next worker, and fail those that killed too many workers.
+        """Prepare open requests for the next worker. Fail those suspected of too many deaths.
 
         Args:
             worker: the worker that has exited.
@@ -197,7 +197,7 @@ class Dispatcher:
                 entry.fail(_memory_short() if is_short else _worker_lost(entry.deaths))
 
     def on_other_fingerprint(self) -> None:
-        """Flag requests with output as inexact, because the new worker's fingerprint differs."""
+        """Flag requests that have output as inexact, because the fingerprint has changed."""
         for entry in self._journal.unfinished():
             entry.on_other_fingerprint()
 

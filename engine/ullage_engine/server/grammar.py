@@ -152,7 +152,7 @@ class GrammarCheck:
 def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
     """Return the name of the grammar field that is set, and the grammar in llguidance's format.
 
-    The grammar is not compiled here.
+    This function does not compile the grammar.
     """
     kind = grammar.WhichOneof("kind")
     field = f"grammar.{kind}"

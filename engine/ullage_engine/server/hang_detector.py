@@ -13,16 +13,16 @@ from pathlib import Path
 from ullage_engine.server.restart_policy import RestartPolicy
 
 _RECENT_STEPS = 128
-"""Number of recent steps, the longest of which determines how long a step may be idle."""
+"""Number of recent steps to compare. The longest one determines how long a step may be idle."""
 _REMEMBERED_STEPS = 1024
-"""Number of recent steps, the longest of which determines how much CPU time a step may use.
+"""Number of recent steps to compare. The longest one determines a step's CPU time limit.
 
-The window is large enough to include, most likely, steps with prompts, steps with long contexts,
-and steps during which other processes were busy on the same cores.
+The window is large enough that it most likely includes steps with prompts, steps with long
+contexts, and steps during which other processes were busy on the same cores.
 """
 
 MAX_TICK_S = 0.5
-"""Maximum time in seconds to count between two checks of a worker.
+"""Maximum time in seconds that one check may add to a worker's silence.
 
 A longer gap means that the detector itself was not running, because the server was stopped or its
 container was frozen. The worker may then have sent messages that the server has not read yet.
@@ -84,7 +84,7 @@ def _ticks(fields: list[str]) -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """List the child processes of a process's main thread, which starts all ranks."""
+    """Return the ids of the children of a process's main thread, which starts all ranks."""
     try:
         return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
@@ -104,7 +104,7 @@ class HangDetector:
 
     The longest known step is the longer of two durations: the step that the worker measured at
     startup, and the longest of the last `_REMEMBERED_STEPS` steps. A worker counts as hung if its
-    busiest thread has used a multiple of that time as CPU time without finishing a step. Time
+    busiest thread has used a multiple of this duration as CPU time without finishing a step. Time
     during which other processes used the worker's cores does not count. If the worker measured no
     step, only the fixed deadline applies.
     """
@@ -131,7 +131,7 @@ class HangDetector:
 
     @property
     def longest_step_s(self) -> float:
-        """Return the longest known step in seconds, or 0 if none was measured at startup."""
+        """Return the longest known step in seconds, or 0 if the worker measured none at startup."""
         if self._measured_step_s <= 0.0:
             return 0.0
         return max(self._measured_step_s, max(self._steps, default=0.0))

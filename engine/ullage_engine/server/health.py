@@ -28,7 +28,7 @@ class HealthScore:
         self._since = 0.0
 
     def value(self, now: float) -> float:
-        """Return the score: 1 - loss * e^(-t / recovery), t seconds after the last fault."""
+        """Return the score: 1 - loss * e^(-t / recovery), with t the time since the last fault."""
         return 1.0 - self._loss * math.exp(-(now - self._since) / self._recovery_s)
 
     def fault(self, now: float, factor: float = 0.5) -> None:

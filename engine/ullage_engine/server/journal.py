@@ -43,7 +43,7 @@ class Update:
 
 
 class News:
-    """Wakes the task that sends a request's output, now or when it may send more tokens.
+    """Wakes the task that sends a request's output, immediately or once it may send more tokens.
 
     `SendWindow` decides when tokens are sent. Journal entries predict that time from the RPC's
     `SendPace`, so that the sending task does not wake up before it may send.
@@ -76,7 +76,10 @@ class News:
         self._has_come = False
 
     async def wait(self, until: float) -> bool:
-        """Wait for a wake-up until `until` on the event loop's clock. Return whether one came."""
+        """Wait for a wake-up, at most until `until` on the event loop's clock.
+
+        Return True if woken, False on timeout.
+        """
         if not self._has_come:
             await self._woken(until)
         has_come = self._has_come
@@ -172,9 +175,9 @@ class JournalEntry:
         self._news = news
         self._pace = pace
         self._due = 0.0
-        """Time on the event loop's clock at which withheld tokens are sent, even if only a few."""
+        """Time on the event loop's clock at which withheld tokens are sent, however few."""
         self._num_received = 0
-        """Number of characters of upcoming text that the client already has from another engine."""
+        """Number of characters still to skip, because another engine has already sent them."""
 
     @property
     def key(self) -> str:
@@ -197,7 +200,7 @@ class JournalEntry:
 
     @property
     def has_decoded(self) -> bool:
-        """Return whether the current worker has survived a decode step of the sample.
+        """Return whether the current worker has survived one of the sample's decode steps.
 
         The first token comes from prefilling the prompt and all output so far, so it does not prove
         that the worker survives a decode step.
@@ -243,7 +246,10 @@ class JournalEntry:
                     served.loaded(hit.tier, hit.num_tokens, hit.seconds)
 
     def blame(self, *, was_alone: bool) -> None:
-        """Record that the sample may have killed the current worker."""
+        """Record that the sample may have killed the current worker.
+
+        If `was_alone`, also count the death in `lone_deaths`.
+        """
         self.deaths += 1
         self.lone_deaths += was_alone
 
@@ -289,14 +295,14 @@ class JournalEntry:
             self._news.tell_from(self._due)
 
     def set_embedding(self, embedding: Embedding) -> None:
-        """Finish the request with its embedding."""
+        """Finish the sample with its embedding."""
         self.take()
         self.num_cached_tokens = embedding.num_cached_tokens
         self._update.embedding = embedding.vector
         self._finish(Finish("stop"))
 
     def end(self, reason: Reason) -> None:
-        """Finish the request with its text so far, unless it has already finished."""
+        """Finish the sample with its text so far, unless it has already finished or failed."""
         if self.is_over:
             return
         piece = self._detokenizer.flush()
@@ -307,7 +313,7 @@ class JournalEntry:
             self._finish(Finish(reason))
 
     def fail(self, error: ServiceError) -> None:
-        """Fail the request with an error, unless it has already finished."""
+        """Fail the sample with an error, unless it has already finished or failed."""
         if not self.is_over:
             self.failure = error
             self._news.tell()
@@ -439,7 +445,7 @@ class Journal:
         return self._entries.get(key)
 
     def submissions(self) -> Iterator[Submission]:
-        """Yield the entries not yet sent to the current worker as submissions, oldest first."""
+        """Group the entries not yet sent to the current worker into submissions, oldest first."""
         return submissions(self._entries.values())
 
     def unfinished(self) -> list[JournalEntry]:

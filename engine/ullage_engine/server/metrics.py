@@ -88,7 +88,7 @@ class EngineMetrics:
         self._used_blocks.set(state.kv_held_bytes // self._block_bytes)
 
     def workers_ran_out_of_memory(self, count: int) -> None:
-        """Count workers that ran out of memory and died before they could report it."""
+        """Add `count` workers to the metric for out-of-memory errors that they could not report."""
         self._worker.count(names.OOM_EVENTS, count)
 
     def watch_tiers(
@@ -183,7 +183,7 @@ class EngineMetrics:
         self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
 
     def ended(self, entry: JournalEntry, outcome: str) -> None:
-        """Count a finished request as stop, length, timeout, cancelled or an error reason."""
+        """Count a finished request by outcome: stop, length, timeout, cancelled or error reason."""
         self.refused(outcome)
         if outcome not in _SUCCESS or entry.last_token_at is None:
             return

@@ -17,7 +17,7 @@ from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
 LONG_TEXT_CHARACTERS = 20_000
-"""Texts of at least this many characters are tokenised in a thread. 10 kB take about 1 ms."""
+"""Minimum length in characters of texts that are tokenised in a thread. 10 kB take about 1 ms."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TokenizerBundle:
     chat: ChatTemplate | None
     """The model's chat template, or None if it has none."""
     guard: SpecialTokenGuard
-    """Keeps client text that looks like a special token from being tokenised as one."""
+    """Prevents client text that looks like a special token from being tokenised as one."""
     guarded: GuardedTokenizer
     """Tokenizer that never produces special tokens from text supplied by clients."""
 

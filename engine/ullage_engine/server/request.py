@@ -374,7 +374,7 @@ def _lowered_sampling(sampling: SamplingParams, level: DegradeLevel) -> Sampling
 def _capped(value: float, limit: float | None) -> float:
     """Return the value capped at `limit`, comparing both as float32.
 
-    Values arrive as float32. A limit of 0.8 therefore accepts 0.8 although its float32 value is
-    slightly above.
+    Values arrive as float32. A value of 0.8 is therefore within a limit of 0.8, although its
+    float32 representation is slightly larger.
     """
     return value if limit is None or float(f"{value:.7g}") <= limit else limit

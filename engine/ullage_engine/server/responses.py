@@ -91,7 +91,7 @@ def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResp
 
 
 def _write_cached(group: SampleGroup, message: pb.Accepted | pb.Usage) -> None:
-    """Fill in how many of the shared prompt's tokens each tier had cached."""
+    """Set the message's counts of cached prompt tokens, in total and by tier."""
     first = group.entries[0]
     hits = [hit for hit in first.tier_hits if hit.num_tokens]
     message.cached_tokens = first.num_cached_tokens + sum(hit.num_tokens for hit in hits)

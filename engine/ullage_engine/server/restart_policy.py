@@ -45,7 +45,7 @@ class RestartPolicy:
     min_suspect_s: float = 2.0
     """Minimum time without CPU use, in seconds, before a worker counts as hung."""
     long_steps: float = 3.0
-    """A worker counts as hung if a step's CPU time exceeds this multiple of its longest step.
+    """A worker counts as hung if a step's CPU time exceeds this multiple of the longest known step.
 
     Only the CPU time of the worker's busiest thread counts, so that other processes on the same
     cores have no effect.
@@ -72,7 +72,7 @@ class RestartPolicy:
         return min(self.max_backoff_s, self.first_backoff_s * 2.0 ** (num_failures - 2))
 
     def runs_alone(self, deaths: int, serving_s: float) -> bool:
-        """Return whether a request is retried alone until a worker survives a decode step of it.
+        """Return whether to retry a request alone until a worker survives one of its decode steps.
 
         Args:
             deaths: number of workers that the request may have killed since its last decode.

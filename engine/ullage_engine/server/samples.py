@@ -11,7 +11,7 @@ from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 
 _WEIGHTIEST: tuple[Reason, ...] = ("cancelled", "timeout", "length", "stop")
-"""Finish reasons by precedence. A request gets the first that any of its samples has."""
+"""Finish reasons by precedence. A request reports the first one that any of its samples has."""
 
 
 class SampleGroup:
@@ -110,11 +110,11 @@ class SampleGroup:
         return ended
 
     async def next_updates(self, until: float = math.inf) -> list[Update] | None:
-        """Wait for updates until a time on the event loop's clock.
+        """Wait for updates, at most until `until` on the event loop's clock.
 
         Returns:
             The updates, or None if the wait timed out. The list may be empty. Each sample's finish
-            is returned only once.
+            reason is returned only once.
 
         Raises:
             ServiceError: a sample failed, so the request fails.
@@ -139,7 +139,7 @@ class SampleGroup:
     def _take(self, entry: JournalEntry) -> Update | None:
         """Return a sample's pending update, or None if it has none.
 
-        The update carries the sample's index among the client's answers.
+        The update carries the sample's index among the answers returned to the client.
         """
         update = entry.pop_update()
         if update is None:
@@ -153,7 +153,7 @@ class SampleGroup:
 
 
 def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
-    """Return one sample's request, with its own key and seed."""
+    """Build the request for one sample, with the sample's own key and seed."""
     request = job.request
     sampling = job.request.sampling
     if job.samples.is_ranked and sampling.top_logprobs is None:
@@ -167,6 +167,6 @@ def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
 
 
 def _mean_logprob(entry: JournalEntry) -> float:
-    """Return the mean log-probability of a sample's tokens, or minus infinity if it has none."""
+    """Return the mean log-probability of a sample's tokens, or minus infinity without tokens."""
     count = len(entry.output_ids)
     return entry.total_logprob / count if count else -math.inf

@@ -300,7 +300,10 @@ class InferenceService(rpc.InferenceServiceServicer):
         return updates
 
     async def _in_time(self, streaming: Coroutine[Any, Any, Finish], context: Context) -> Finish:
-        """Time out the RPC if its client stops reading, so that its journal entries are freed."""
+        """Await the stream, and time out the RPC if its client stops reading.
+
+        This frees the RPC's journal entries.
+        """
         try:
             async with asyncio.timeout(self._time_limit(context) + SLOW_CLIENT_GRACE_S):
                 return await streaming
@@ -335,7 +338,7 @@ def _pace_of(context: Context) -> SendPace:
 
 
 def _tiers(accepted: pb.Accepted) -> dict[str, object]:
-    """Return log fields for the prompt tokens cached in each tier, or {} if no tier had any."""
+    """Return log fields with the number of prompt tokens cached in each tier, or {} if none."""
     if not accepted.cached_by_tier:
         return {}
     return {

@@ -321,7 +321,9 @@ class WorkerSupervisor:
                 self._on_own_failure(worker, message, error)
 
     def _on_own_failure(self, worker: WorkerHandle, message: ToServer, error: Exception) -> None:
-        """Contain a server error, so that it affects only the request that the message is about.
+        """Contain a server error that occurred while handling a worker's message.
+
+        If the message concerns one request or profile, fail only that one.
 
         If the error may have left the worker waiting or out of sync, kill the worker.
         """
@@ -348,7 +350,7 @@ class WorkerSupervisor:
     def _kill_if_broken(self, worker: WorkerHandle, receiving: asyncio.Task[None]) -> bool:
         """Kill a worker that hangs, sends invalid messages or cannot be reached.
 
-        Return whether it was killed.
+        Return True if the worker was killed, and False if it is healthy or has already exited.
         """
         if worker.exited.done():
             return False
@@ -497,7 +499,8 @@ class WorkerSupervisor:
     async def _take_unproven(self, reason: str) -> bool:
         """Count a startup whose results differ from those of a verified startup.
 
-        If there are too many in a row, serve no requests until `stop` is called, and return True.
+        If there are too many in a row, stop serving, wait for `stop` and return True. Otherwise
+        return False.
 
         Raises:
             GaveUpError: too many startups failed before any worker served.

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def in_daemon(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run a function like `asyncio.to_thread`, but in a daemon thread that does not delay exit."""
+    """Run `work` as `asyncio.to_thread` would, but in a daemon thread that does not delay exit."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     result.set_running_or_notify_cancel()
 

@@ -74,7 +74,7 @@ class TicketVerifier:
         """Check an RPC's ticket before its request arrives. `admit` later counts the use.
 
         Raises:
-            ServiceError: UNAUTHENTICATED.
+            ServiceError: UNAUTHENTICATED if the ticket is invalid, or is required but missing.
         """
         if self._keys is None:
             return
@@ -91,7 +91,9 @@ class TicketVerifier:
         """Count a use of the request's ticket, if it has one, and enforce the ticket's claims.
 
         Raises:
-            ServiceError: UNAUTHENTICATED or PERMISSION_DENIED.
+            ServiceError: UNAUTHENTICATED if the ticket is invalid or used up, or is required but
+                missing. PERMISSION_DENIED if the request exceeds the ticket's claims.
+                RESOURCE_EXHAUSTED if too many used tickets have not expired.
         """
         if self._keys is None:
             return
@@ -113,10 +115,10 @@ class TicketVerifier:
         _hold(request, claims)
 
     def _claims(self, ticket: str) -> Claims:
-        """Return a ticket's claims if the ticket is valid.
+        """Verify a ticket, and return its claims.
 
         Raises:
-            ServiceError: UNAUTHENTICATED.
+            ServiceError: UNAUTHENTICATED if the ticket is invalid.
         """
         assert self._keys
         try:
@@ -137,7 +139,7 @@ def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
     """Check that a request is within its ticket's budget, and apply the ticket's settings.
 
     Raises:
-        ServiceError: PERMISSION_DENIED.
+        ServiceError: PERMISSION_DENIED if the request exceeds the budget.
     """
     if request.WhichOneof("input") != "token_ids":
         raise _over("the input", "text", "token ids")

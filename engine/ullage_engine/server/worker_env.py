@@ -42,7 +42,7 @@ SLEEPING_ENV: Mapping[str, str] = MappingProxyType(
         "GOMP_SPINCOUNT": "1000",
     }
 )
-"""Environment variables for workers that share their cores with other engines or ranks."""
+"""Environment variables that make waiting threads sleep early, for workers that share cores."""
 
 TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
     {

@@ -89,7 +89,7 @@ class WorkerCollector(Collector):
 
 
 def _sums(seen: _Seen) -> _Sums:
-    """Return each count summed over all workers so far."""
+    """Return each counter and histogram summed over all workers so far."""
     state, counts, tallies, (grown, shrunk) = seen
     if state is None:
         return counts, tallies, (grown, shrunk)

@@ -112,7 +112,7 @@ class StandbyWorker:
         return ""
 
     def begin(self) -> ChildProcess:
-        """Let the standby process take over as the worker."""
+        """Let the standby process take over as the worker, and return the process."""
         with self._socket, contextlib.suppress(BrokenPipeError):
             self._socket.send(b"\n")
         return self._process
@@ -154,7 +154,7 @@ class Standby:
             await self.close()
 
     async def take(self) -> ChildProcess | None:
-        """Return the standby worker, which takes over as the worker, or None if there is none."""
+        """Let the standby worker take over, and return its process. Return None if it cannot."""
         worker = self._worker
         if worker is None:
             return None
@@ -190,7 +190,7 @@ class WorkerHandle:
         self.may_retry = True
         """Whether starting another worker may help if this one fails."""
         self.is_blameless = False
-        """Whether the server killed the worker over an error of its own that no request caused."""
+        """Whether the server killed the worker because of a server error that no request caused."""
         self.is_unproven = False
         """Whether startup failed because its results differ from a verified startup's results."""
         self._logged = (("", 0), 0.0)
@@ -203,7 +203,7 @@ class WorkerHandle:
         self._step_at = self.started_at
         """Monotonic time of the latest message about a step."""
         self._is_step_known = False
-        """Whether a `StepDone` has already announced the step that the next report will count."""
+        """Whether a `StepDone` announced the step that the next `StateReport` will count."""
         self._num_steps = 0
 
     def on_message(self, message: ToServer) -> None:
@@ -235,7 +235,7 @@ class WorkerHandle:
         self._step_at = now
 
     def on_submit(self) -> None:
-        """Record that the worker received a request, so that steps exclude earlier idle time."""
+        """Record that the worker received a request, so that steps do not include idle time."""
         if not self._has_work:
             self._has_work = True
             self._submitted_at = time.monotonic()
@@ -255,7 +255,10 @@ class WorkerHandle:
         return self._detector.reason(is_loading=is_loading)
 
     def has_served(self, policy: RestartPolicy) -> bool:
-        """Return whether the worker has served, so that its exit restarts the count of failures."""
+        """Return whether the worker has completed a step, or has been ready for long enough.
+
+        The exit of such a worker restarts the count of consecutive failures.
+        """
         if self.ready_at is None:
             return False
         return self.served or time.monotonic() - self.ready_at > policy.stable_after_s

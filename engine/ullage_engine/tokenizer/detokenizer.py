@@ -160,7 +160,7 @@ def _speller(decoder: str) -> Callable[[str], bytes]:
 
 
 def _spell_nothing(token: str) -> bytes:
-    """Return no bytes. Stands in for a decoder that is not supported."""
+    """Return no bytes, whatever the token. Used if a tokenizer's decoder is not supported."""
     return b""
 
 

@@ -14,7 +14,7 @@ from ullage_common.wire.limits import SAMPLING_RANGES
 
 Values = Mapping[str, object]
 SamplingDefaults = Mapping[str, Any]
-"""Values, keyed by the fields of `ullage.inference.v1.SamplingParams`."""
+"""Recommended sampling parameters, by field name of `ullage.inference.v1.SamplingParams`."""
 
 _REMEDY = "set model.generationDefaults to false to serve without its recommendations"
 
@@ -157,7 +157,7 @@ _GGUF_DEPENDENT: Mapping[str, str] = MappingProxyType(
         "xtc_threshold": "xtc_probability",
     }
 )
-"""Maps keys that are ignored to the key that enables their feature.
+"""Maps each ignored key to the key that enables the feature that it configures.
 
 Ignoring them is safe, because files that enable the feature are refused.
 """
@@ -220,7 +220,7 @@ def _check_neutral(key: str, value: object, neutral: tuple[object, ...]) -> None
 
 
 def _number(field: str, value: object, key: str = "") -> float | int:
-    """Return a recommended value as a number, after checking that a request could also use it."""
+    """Return a recommended value as a number, after checking that requests may use this value."""
     key = key or field
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GenerationError(f"{key} is {value!r}, not a number; {_REMEDY}")

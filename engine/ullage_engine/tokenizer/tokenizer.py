@@ -104,7 +104,10 @@ class ModelTokenizer:
         return self.begin(self._encode(text))
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Prepend a BOS token to a conversation's ids if `chat_adds_bos` and it is missing."""
+        """Return a conversation's token ids, beginning with a BOS token if `chat_adds_bos`.
+
+        A BOS token that is already there is not repeated.
+        """
         bos_id = self._bos_id if self.chat_adds_bos else None
         return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
 

@@ -25,7 +25,7 @@ from ullage_engine.vllm_worker.sequence import VllmSequence
 log = logging.getLogger("ullage.engine.vllm")
 
 _UNADAPTED = ("bias", "scale", "scales", "scale_inv", "zeros", "qzeros")
-"""Suffixes of tensors that are not weight matrices and therefore get no LoRA matrices."""
+"""Name suffixes of tensors that are not weight matrices and therefore get no LoRA matrices."""
 _LOOK_S = 5.0
 """Interval at which a follower rereads the list of adapters, in seconds."""
 _NUMBERS_OF = {"I32": 8}
@@ -83,7 +83,7 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
         most: configured maximum.
         room_bytes: memory available for adapters.
         size: bytes per slot.
-        copy_bytes: bytes of the same memory that each loaded adapter takes besides its slot.
+        copy_bytes: bytes of that memory that each loaded adapter needs in addition to its slot.
         num_spare: number of slots that must stay empty.
     """
     each = size + copy_bytes
@@ -116,9 +116,9 @@ def fetch_adapters(config: EngineConfig) -> None:
 class Turns:
     """Assigns adapter slots to sequences, in the order in which the sequences request slots.
 
-    Sequences must request slots in order of importance, so that none starves: a sequence that finds
-    all slots in use claims the slot of the least recently used adapter, and no later sequence may
-    start with that adapter.
+    Sequences must request slots in order of importance, so that none starves. A sequence that finds
+    all slots in use claims the slot of the least recently used adapter. Later sequences that need
+    that adapter then have to wait.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Turns:
         self._slots: dict[str, str | None] = {}
 
     def slot_for(self, adapter: str) -> str | None:
-        """Find a slot for `adapter`, and return which adapter must be unloaded first.
+        """Assign a slot to `adapter`, and return the adapter that must be unloaded from it first.
 
         Returns:
-            The adapter to unload, an empty string if nothing needs to be unloaded, or None if
-            `adapter` must wait for a slot.
+            The name of the adapter to unload. An empty string if `adapter` is already loaded, gets
+            a free slot or needs no slot. None if no slot is available yet.
         """
         if adapter not in self._names:
             return ""
@@ -185,13 +185,13 @@ class Adapters:
         holders: Iterable[VllmSequence],
         waiting: Iterable[VllmSequence],
     ) -> str | None:
-        """Find a slot for the sequence's adapter, and return which adapter to unload first.
+        """Find a slot for the sequence's adapter, and return the adapter to unload from it first.
 
-        More important waiting sequences claim their slots first.
+        Waiting sequences that rank before this one get slots first.
 
         Returns:
-            The adapter to unload, an empty string if nothing needs to be unloaded, or None if the
-            sequence must wait for a slot.
+            The name of the adapter to unload. An empty string if the sequence's adapter is already
+            loaded, gets a free slot or needs no slot. None if no slot is available yet.
         """
         if sequence.request.adapter not in self._names:
             return ""
@@ -204,7 +204,7 @@ class Adapters:
     def with_slots(
         self, holders: Iterable[VllmSequence], waiting: Iterable[VllmSequence]
     ) -> Iterator[VllmSequence]:
-        """Yield, in order, the waiting sequences whose adapters have a slot or can get one."""
+        """Yield, in order, those waiting sequences that do not have to wait for an adapter slot."""
         turns = self._turns(holders)
         for each in waiting:
             if turns.slot_for(each.request.adapter) is not None:
@@ -221,7 +221,7 @@ class Adapters:
 
         Args:
             adapter: the request's adapter.
-            slot: adapter to unload first, or an empty string if nothing needs to be unloaded.
+            slot: adapter to unload first, or an empty string, as returned by `slot_for`.
 
         Raises:
             AdapterError: the adapter cannot be loaded. The slot stays free.

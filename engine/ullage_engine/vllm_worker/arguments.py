@@ -122,7 +122,7 @@ def _node_args(config: EngineConfig, node: Node) -> dict[str, Any]:
 
 
 def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
-    """Return vLLM's arguments for chunked prefill, or none to keep vLLM's defaults."""
+    """Return vLLM's arguments for chunked prefill, or an empty dict to keep its defaults."""
     if chunk_tokens is None:
         return {}
     if chunk_tokens == 0:
@@ -131,7 +131,7 @@ def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
 
 
 def lora_rank(config: EngineConfig) -> int:
-    """Return the smallest LoRA rank that vLLM supports and that fits `memory.max_lora_rank`."""
+    """Return the smallest LoRA rank supported by vLLM that is at least `memory.max_lora_rank`."""
     return next(rank for rank in VLLM_LORA_RANKS if rank >= config.memory.max_lora_rank)
 
 
@@ -158,7 +158,10 @@ def _adapter_args(config: EngineConfig, adapter_slots: int, is_cpu: bool) -> dic
 
 
 def core_binding(cores: Sequence[int], num_ranks: int) -> str:
-    """Return each rank's CPU cores, in the format of VLLM_CPU_OMP_THREADS_BIND."""
+    """Return a value for VLLM_CPU_OMP_THREADS_BIND that gives each rank its own CPU cores.
+
+    The value is "nobind" if there are fewer cores than ranks.
+    """
     share = len(cores) // num_ranks
     if share == 0:
         return "nobind"

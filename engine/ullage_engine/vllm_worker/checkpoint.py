@@ -68,7 +68,7 @@ def checkpoint_folder(
 
 
 def written_bytes(folder: Path) -> int:
-    """Return how many bytes of the checkpoint have been written to `folder` so far."""
+    """Return how many bytes of an unfinished conversion have been written under `folder`."""
     sizes = []
     for path in (folder / _UNFINISHED).glob("*"):
         with contextlib.suppress(FileNotFoundError):  # just finished and renamed

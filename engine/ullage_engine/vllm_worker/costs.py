@@ -31,7 +31,7 @@ class BlockCosts:
         return longest
 
     def charged_blocks(self, sequence: VllmSequence) -> int:
-        """Return how many KV blocks a sequence must reserve to reach `charged_tokens` tokens."""
+        """Return how many KV blocks a sequence must reserve for its `charged_tokens`."""
         return self.num_blocks(sequence, sequence.charged_tokens)
 
     def num_blocks(self, sequence: VllmSequence, num_tokens: int, *, resumed: bool = False) -> int:

@@ -55,7 +55,7 @@ class VllmEngine:
 
         Args:
             core: vLLM's engine.
-            profile: memory costs of the model's tokens.
+            profile: memory profile, which gives the size of the model's KV.
             limits: this engine's limits.
             reservations: block reservations in vLLM's pool.
             clock: returns the time in seconds.
@@ -197,16 +197,19 @@ class VllmEngine:
         self._queue.start_deferred()
 
     def set_batch_share(self, share: float) -> None:
-        """Limit the batch to a fraction (0 to 1) of `max_sequences`, but at least one request."""
+        """Limit batches to a fraction (0 to 1) of `max_sequences`, but to at least one request."""
         self._core.set_max_running(max(1, int(self._limits.max_sequences * min(1.0, share))))
 
     def withhold(self, num_bytes: int) -> None:
-        """Withhold `num_bytes` of KV from new requests. Admitted requests keep their blocks."""
+        """Withhold `num_bytes` of KV memory from new requests.
+
+        Admitted requests keep their blocks.
+        """
         size = self._profile.block_bytes
         self.reservations.num_withheld = -(-num_bytes // size) if size else 0
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Inject an out-of-memory error into the step that follows the next `after_steps` steps."""
+        """Make a step fail with an out-of-memory error, once `after_steps` more steps have run."""
         self._faults.append(self._metrics.num_steps + after_steps)
 
     def take_failed(self) -> list[RequestFailed]:
@@ -353,7 +356,8 @@ class VllmEngine:
         """Reserve blocks for all new samples, and pass the first sample to vLLM.
 
         Returns:
-            The rejection if the blocks do not fit. In that case no sample is kept.
+            None if all samples were accepted. Otherwise the rejection, because the waiting queue is
+            full or the blocks do not fit. In that case no sample is kept.
         """
         queue = self._queue
         needed = sum(self._costs.charged_blocks(each) for each in group)
@@ -402,7 +406,7 @@ class VllmEngine:
         )
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield how soon each sequence should finish, in seconds, and the bytes that this frees."""
+        """Yield each sequence's expected seconds until it finishes, and the bytes that it frees."""
         expected = self._output_lengths.estimate
         for each in self._queue.by_id.values():
             num_prompt = 0 if each.has_token else len(each.token_ids)

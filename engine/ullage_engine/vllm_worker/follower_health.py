@@ -32,18 +32,18 @@ class FollowerHealth:
 
     @property
     def is_live(self) -> bool:
-        """Whether the follower's latest heartbeat is recent enough."""
+        """Whether the follower's latest heartbeat is less than `HUNG_AFTER_S` seconds old."""
         return time.monotonic() - self._looked_at < HUNG_AFTER_S
 
     def status(self, path: str) -> int:
-        """Return the HTTP status code for a probe of this path."""
+        """Return the HTTP status code for a probe of `path`."""
         holds = {LIVE_PATH: self.is_live, READY_PATH: self.is_live and self.is_computing}
         if path not in holds:
             return HTTPStatus.NOT_FOUND
         return HTTPStatus.OK if holds[path] else HTTPStatus.SERVICE_UNAVAILABLE
 
     def serve(self, listener: socket) -> None:
-        """Answer probes on a listening socket until this process exits."""
+        """Start a thread that answers probes on a listening socket until this process exits."""
         health = self
 
         class Handler(BaseHTTPRequestHandler):

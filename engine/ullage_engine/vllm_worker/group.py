@@ -43,7 +43,7 @@ log = logging.getLogger("ullage.engine.group")
 REVISION = "ULLAGE_GROUP_REVISION"
 """Environment variable that holds the pod's revision, the same for all pods of a group."""
 LOADED_FD = "ULLAGE_LOADED_FD"
-"""Environment variable that names the file descriptor on which a compute process reports.
+"""Environment variable that tells a compute process on which file descriptor to report.
 
 The process writes a byte to the descriptor once the ranks of its node have loaded the model.
 """
@@ -152,7 +152,7 @@ class NodeConnection:
         """Read the available data, and return a message if it is now complete.
 
         Returns:
-            A message, or None while the message is incomplete.
+            The message as JSON, or None while it is incomplete.
 
         Raises:
             OSError: the connection is lost, or the message is too long.
@@ -281,7 +281,7 @@ def _try_send(connection: NodeConnection, message: Start | Refused) -> None:
 
 
 def end_worker(rank: int) -> NoReturn:
-    """Exit along with all ranks on this node, because the group cannot run without `rank`."""
+    """Exit along with all ranks on this node, because the follower with this rank is lost."""
     log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
     # Exit at once: another thread of vLLM may be waiting for the lost rank. The server restarts the
     # worker.
@@ -386,7 +386,7 @@ class Follower:
                 time.sleep(_RETRY_S)
 
     def _fetched(self, fetch: Callable[[], str]) -> str:
-        """Download the model in a thread, so that probes are answered in the meantime."""
+        """Download the model while recording heartbeats, and return the model's version."""
         version: Future[str] = Future()
 
         def run() -> None:
@@ -495,7 +495,7 @@ def announce_loaded() -> None:
 
 
 def _wait_for_answer(connection: NodeConnection, health: FollowerHealth) -> Start | Refused:
-    """Wait for the leader's reply while the connection lasts.
+    """Wait for the leader's reply while recording heartbeats, and return the reply.
 
     Raises:
         OSError: the connection is lost.

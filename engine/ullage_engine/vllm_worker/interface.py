@@ -24,10 +24,10 @@ class AdapterError(Exception):
     """An adapter cannot be loaded. The message is one line for the client."""
 
     field = "model"
-    """Request field reported to the client, because the adapter is at fault, not the engine."""
+    """Request field reported as the cause, since an empty field would blame the engine."""
 
     def __init__(self, name: str, reason: str) -> None:
-        """Create an error with a one-line reason for the engine's log, which may name files."""
+        """Create an error. The one-line `reason` goes to the engine's log, so it may name files."""
         super().__init__(
             f"adapter {name} cannot be loaded; ask for another model, and have whoever runs the "
             "service read the engine's log"
@@ -61,14 +61,14 @@ class CoreOutput(msgspec.Struct, frozen=True):
 
 
 class Prefix(Protocol):
-    """Cached blocks of a prompt's beginning, pinned so that they are not evicted."""
+    """Cached blocks that hold the beginning of a prompt, pinned to prevent their eviction."""
 
     @property
     def num_blocks(self) -> int: ...
 
     @property
     def num_held(self) -> float:
-        """Number of blocks that a request with this prefix would hold. See `Blocks.num_held`."""
+        """Number of blocks in this prefix, with shared blocks counted as in `Blocks.num_held`."""
 
 
 class Blocks(Protocol):
@@ -98,7 +98,7 @@ class Blocks(Protocol):
         """Return the number of a request's tokens whose KV is stored or being computed."""
 
     def hold_prefix(self, request_id: str) -> Prefix:
-        """Pin a request's cached blocks, even if it finished in the last step."""
+        """Pin and return a request's cached blocks, even if it finished in the last step."""
 
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
         """Return the number of blocks that would become free if all these prefixes were released.

@@ -1,4 +1,4 @@
-"""Keeps a vLLM worker's memory ledger, and measures its memory use."""
+"""Keeps a vLLM worker's memory ledger, and measures how much memory the worker uses."""
 
 import logging
 import math
@@ -200,10 +200,11 @@ class StartMemory:
         return [min(bound, bound if self.is_cpu else size) for size in vllm_bytes]
 
     def _contexts(self, free_first: list[int]) -> list[int]:
-        """Return the bytes of each rank's device context, libraries and transfer buffers.
+        """Return how many bytes each rank's device context, libraries and transfer buffers take.
 
-        Other nodes' GPUs are assumed to have had as much free memory as this node's corresponding
-        GPUs.
+        The number is estimated from the decrease in free memory while the rank started. The free
+        memory before that is known only for this node's GPUs. Other nodes' GPUs are assumed to have
+        had as much as this node's corresponding GPUs.
         """
         before = [gpu.free_bytes for gpu in self._gpus] * self._num_nodes
         return [
@@ -246,7 +247,7 @@ class StartMemory:
     def used_bytes(self) -> int:
         """Return the bytes in use: resident memory of all ranks on CPUs, device memory on GPUs.
 
-        Other nodes are assumed to use as much memory as this one.
+        Only this node is measured. The result assumes that every other node uses as much.
         """
         return self._used_here() * self._num_nodes
 

@@ -55,7 +55,7 @@ class MemoryLimits(msgspec.Struct, frozen=True):
 
 
 def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
-    """Return the next worker's limits, after a worker that took `taken` ran out of memory."""
+    """Return the limits for the next worker, after one that took `taken` ran out of memory."""
     kv_bytes = max(int(taken.kv_bytes * _POOL_SHARE), min(taken.least_kv_bytes, taken.kv_bytes))
     chunk_tokens = limits.chunk_tokens
     if taken.chunk_tokens:

@@ -20,11 +20,11 @@ class StartProgress:
         self._lock = threading.Lock()
         self._stage = ""
         self._total = 0
-        """Number of bytes that the stage is expected to allocate or write, or 0 if unknown."""
+        """Number of bytes that the current stage is expected to allocate or write. 0 if unknown."""
         self._first = 0
-        """Number of bytes in use when the stage began."""
+        """Number of bytes that were in use when the current stage began."""
         self._most = 0
-        """Maximum number of bytes in use since the stage began."""
+        """Highest number of bytes in use since the current stage began."""
 
     def begin(self, stage: str, total_bytes: int = 0) -> None:
         """End the current stage, and begin one that needs `total_bytes` bytes (0 if unknown)."""
@@ -43,7 +43,10 @@ class StartProgress:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Report the bytes in use or written once per second, as long as the number is growing."""
+        """Report the current stage's progress inside the `with` block.
+
+        A report is sent at most once per second, and only if more bytes are in use than before.
+        """
         ended = threading.Event()
 
         def look() -> None:

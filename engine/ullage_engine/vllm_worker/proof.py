@@ -82,7 +82,9 @@ class Probe:
     """Whether vLLM uses speculative decoding, in which case it accepts no logit biases."""
 
     def requests(self, run: int) -> list[EngineRequest]:
-        """Return the probe's two requests. The second starts after the first token of the first.
+        """Return the probe's two requests, or one for embeddings or speculative decoding.
+
+        The second request starts after the first token of the first request.
 
         Args:
             run: index of the probe's run in this process. Different runs share no KV.
@@ -95,7 +97,7 @@ class Probe:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of log-probabilities per step, not counting that of the output token."""
+        """Number of log-probabilities per output token, not counting that of the token itself."""
         return 0 if self.is_embedding else min(_TOP, self.vocab_size)
 
     @property
@@ -158,7 +160,10 @@ def proof_file(
     probe: Probe,
     arguments: Mapping[str, Any],
 ) -> ProofFile:
-    """Return the path of the file that stores the verified results (proofs) of all ranks.
+    """Return the file that stores the verified results (proofs) of all ranks.
+
+    The proofs are valid only for the same weights, facts, probe, arguments and code. Arguments that
+    do not affect results may differ.
 
     Args:
         folder: folder that contains all proofs.
@@ -186,7 +191,7 @@ def take_proofs(
     *,
     verifies: bool,
 ) -> list[Proof]:
-    """Return each rank's proof: the probe's results and the digests of its tensors.
+    """Return one proof per rank: the digests of its tensors, and for rank 0 the probe's results.
 
     Args:
         core: the engine.

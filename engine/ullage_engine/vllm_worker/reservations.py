@@ -56,7 +56,7 @@ class Reservations:
         """Cached blocks pinned for requests that vLLM has not started yet."""
         self._known_committed: float | None = None
         self._known_reclaimable: float | None = None
-        """Cached sums over all reservations and sessions, or None if the sums are out of date."""
+        """Cached value of `_reclaimable`, or None if it is out of date."""
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         """Sessions by key, least recently used first."""
         self.num_withheld = 0
@@ -66,7 +66,7 @@ class Reservations:
 
     @property
     def num_committed(self) -> int:
-        """Number of blocks that are reserved but not yet held."""
+        """Number of blocks that requests have reserved but do not hold yet."""
         return math.ceil(self._committed - _ROUNDING)
 
     @property
@@ -76,7 +76,10 @@ class Reservations:
 
     @property
     def num_unreserved(self) -> int:
-        """Number of blocks that can be reserved. Negative until vLLM frees the missing blocks."""
+        """Number of blocks that can still be reserved.
+
+        The number is negative while more blocks are committed than are free or reclaimable.
+        """
         # Shares of blocks add up to whole blocks, so only their sum is rounded.
         unreserved = self._blocks.num_free + self._reclaimable - self._committed
         return math.floor(unreserved + _ROUNDING)
@@ -109,7 +112,7 @@ class Reservations:
     # changes -------------------------------------------------------------------------------------
 
     def reserve(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
-        """Reserve blocks for a request, provided that `spared` blocks stay unreserved.
+        """Reserve blocks for a request, provided that at least `spared` blocks stay unreserved.
 
         Returns:
             True, or False if the blocks do not fit, in which case nothing is reserved.
@@ -127,7 +130,7 @@ class Reservations:
         The prefix's blocks count towards the reservation.
 
         Returns:
-            False if the blocks do not fit with at least `spared` blocks left unreserved.
+            False if fewer than `spared` blocks would stay unreserved. Nothing is reserved then.
         """
         assert request_id not in self._reserved, "reserved already"
         self._prefixes[request_id] = self._hold_prefix(request_id)
@@ -149,7 +152,7 @@ class Reservations:
         return True
 
     def shrink(self, request_id: str, num_blocks: int) -> bool:
-        """Shrink a reservation to `num_blocks`. Return False while the request uses more blocks."""
+        """Shrink a reservation to `num_blocks`. Return False if the request still uses more."""
         # A shared block counts in full: the request owns it alone once all other windows have left
         # it.
         if self._blocks.num_in_tables(request_id) > num_blocks:
@@ -230,14 +233,14 @@ class Reservations:
         self._known_committed = self._known_reclaimable = None
 
     def _due(self, request_id: str, num_blocks: int) -> float:
-        """Return how many blocks are reserved for a request that it does not hold yet."""
+        """Return how many of a request's `num_blocks` reserved blocks it does not hold yet."""
         held = self._blocks.num_held(request_id)
         if not held and (prefix := self._prefixes.get(request_id)):
             held = prefix.num_held
         return max(0.0, num_blocks - held)
 
     def _resize(self, request_id: str, num_blocks: int) -> None:
-        """Set a reservation to `num_blocks`, and update the cached sum."""
+        """Set a reservation to `num_blocks`, and update the cached number of committed blocks."""
         if self._known_committed is not None:
             before = self._due(request_id, self._reserved.get(request_id, 0))
             self._known_committed += self._due(request_id, num_blocks) - before

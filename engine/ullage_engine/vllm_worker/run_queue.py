@@ -79,7 +79,7 @@ class RunQueue:
         return self._reservations.num_withheld + num_blocks
 
     def slot_for(self, sequence: VllmSequence) -> str | None:
-        """Find a slot for this sequence's adapter, and return which adapter to unload first.
+        """Find a slot for the sequence's adapter, and return the adapter to unload from it first.
 
         See `Adapters.slot_for`.
         """
@@ -91,7 +91,7 @@ class RunQueue:
         """Start a new sequence, or reserve blocks for a sequence that waits for its parent.
 
         Returns:
-            False if the blocks do not fit with at least `spared` blocks left unreserved.
+            False if fewer than `spared` blocks would stay unreserved.
         """
         if sequence in self.deferred:  # its parent has just failed
             return True
@@ -282,7 +282,7 @@ class RunQueue:
                 return
 
     def _preempt(self, sequence: VllmSequence) -> None:
-        """Release a sequence's blocks, and queue it until its blocks fit again."""
+        """Stop a sequence, release its blocks, and queue it until enough blocks are available."""
         if sequence.is_running:
             sequence.num_preemptions += 1
             self._events.on_preempted(sequence.request, sequence.num_preemptions, False)

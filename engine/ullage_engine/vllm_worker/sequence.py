@@ -35,7 +35,7 @@ class VllmSequence:
     arrival: int
     serial: int
     limit: int
-    """Length in tokens at which the sequence ends."""
+    """Maximum length in tokens that the model, the KV pool and the session allow."""
     token_ids: list[int]
     charged_tokens: int = 0
     """Sequence length, in tokens, that the reserved blocks can hold."""
@@ -85,7 +85,7 @@ class VllmSequence:
 
     @property
     def final_tokens(self) -> int:
-        """Maximum length in tokens that the sequence can reach."""
+        """Maximum length in tokens, given `limit` and the request's `max_tokens`."""
         return min(self.limit, self.request.num_prompt_tokens + self.request.max_tokens)
 
 

@@ -277,7 +277,7 @@ def _prove(
 
 
 def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
-    """Return how much memory this worker took, so that the next takes less if it runs out."""
+    """Return how much memory this worker took, from which the next worker's limits are derived."""
     longest = core.max_model_len + core.lookahead_tokens
     # The pool never hands out one of its blocks.
     num_blocks = sample_blocks(profile, longest) + 1 if profile.block_bytes else 0
@@ -334,6 +334,9 @@ def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
     Args:
         config: the engine's configuration.
         node: index of this node in the engine.
+
+    Returns:
+        The tracker of the engine's shared-memory files on this node.
 
     Raises:
         WorkerStartError: the installed vLLM does not support the configuration.

@@ -23,8 +23,8 @@ def longest_step_s(
     would be mistaken for a hang.
 
     Args:
-        warm_up_s: seconds that each thread computes in the largest step of a stage. 0 if not
-            measured.
+        warm_up_s: CPU seconds that each thread spends on a stage's largest step. If 0 (not
+            measured), the result is 0.
         num_stages: number of pipeline stages, which compute a step one after another.
         max_model_len: maximum context length in tokens.
         hidden_size: number of elements in a token's hidden state.

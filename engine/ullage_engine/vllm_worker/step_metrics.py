@@ -67,7 +67,10 @@ class StepMetrics:
             self.events.note_step(seconds, num_parts, num_decodes + num_prompts, num_prompts)
 
     def observe_prefix(self, sequence: VllmSequence, num_cached_tokens: int) -> int:
-        """Return how many of a prompt's tokens were cached. Each sequence is counted only once."""
+        """Count a prompt's tokens and how many of them were cached, and return the latter.
+
+        Each sequence is counted only once.
+        """
         if sequence.num_cached_tokens is None:
             num_prompt = sequence.request.num_prompt_tokens
             sequence.num_cached_tokens = min(num_prompt, num_cached_tokens)
@@ -76,7 +79,7 @@ class StepMetrics:
         return sequence.num_cached_tokens
 
     def _note_start(self, sequence: VllmSequence, seconds: float) -> None:
-        """Record that a sequence was started by a step that took `seconds` seconds."""
+        """If a step of `seconds` seconds started the sequence, record the start."""
         if sequence.is_new:
             self.figures.observe_start(sequence.request.accepted_at, seconds)
         if not sequence.num_computed:

@@ -38,7 +38,7 @@ class Copies:
     """Copies between KV blocks and host-tier slots that every rank makes in one step."""
 
     number: int
-    """Id with which the ranks report that the copies are done, or 0 if there are none."""
+    """Id that the ranks report once the copies are done, or 0 if there are no copies."""
     loads: tuple[tuple[int, int], ...] = ()
     """Pairs (slot, block). Slots are copied to blocks before the step computes."""
     stores: tuple[tuple[int, int], ...] = ()
@@ -67,7 +67,7 @@ class _Request:
 
 
 class _Reported(NamedTuple):
-    """Messages about a step's copies, to be sent once all ranks have made them."""
+    """Messages about a step's copies, to be sent once all ranks have made the copies."""
 
     stored: list[KvSlot]
     read: list[KvRead]
@@ -140,7 +140,7 @@ class ConnectorTransfers:
         return self._exchange.take_messages()
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Handle the server's reply to the oldest offer."""
+        """Handle the server's reply to the oldest unanswered offer."""
         self._exchange.on_granted(slots)
 
     def on_found(self, answer: KvFound) -> None:
@@ -204,7 +204,7 @@ class ConnectorTransfers:
     def offer(self, name: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Offer a request's leading blocks, which vLLM has cached, to the tiers.
 
-        The blocks are complete at the end of the planned step.
+        The blocks are complete once the step that vLLM is planning has run.
         """
         state = self._requests.get(name)
         if state is None or state.num_offered >= len(block_ids):
@@ -223,7 +223,7 @@ class ConnectorTransfers:
                 self._offered_content[block] = content
 
     def plan(self) -> Copies:
-        """Return the copies for the planned step. Each copy is returned only once."""
+        """Return the copies to make in the step that vLLM is planning, each only once."""
         stored = self._exchange.take_granted(
             lambda place: self._content_of(place.block) == place.content
         )
@@ -238,7 +238,7 @@ class ConnectorTransfers:
         return copies
 
     def on_copied(self, number: int) -> None:
-        """Report a step's copies as done, once all ranks have made them."""
+        """Tell the server that a step's copies are done. Call this when all ranks are done."""
         reported = self._steps.pop(number)
         self._exchange.report(reported.stored, reported.read)
 

@@ -44,7 +44,7 @@ _PROBE_BYTES = 40 * _MIB
 """Minimum size in bytes of the probe, an allocation that a process makes to recognise itself in the
 driver's list of processes."""
 _PROBE_STEP = 2 * _MIB
-"""Difference in bytes between one possible size of the probe and the next."""
+"""Difference in bytes between consecutive possible sizes of the probe."""
 _PROBE_SIZES = 64
 """Number of possible sizes of the probe. Engines that start together rarely pick the same one."""
 
@@ -64,14 +64,14 @@ _RECENT_S = 1.0
 
 
 class HostTier(NamedTuple):
-    """The host tier's memory, as specified on a command line. See `ullage_kv.Arena.attach`."""
+    """Path and size of the host tier's memory. See `ullage_kv.Arena.attach`."""
 
     path: str
     num_bytes: int
 
 
 class GpuAtStart(NamedTuple):
-    """The driver's report on a GPU's memory, taken before this process used any of it."""
+    """A GPU and its memory as reported by the driver before this process used any of it."""
 
     gpu: Gpu
     free_bytes: int
@@ -80,9 +80,9 @@ class GpuAtStart(NamedTuple):
 
 
 def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
-    """Return the driver's memory report for a rank's GPU, or None if there is none.
+    """Return a rank's GPU and its memory as reported by the driver, or None on a CPU.
 
-    There is none on a CPU, or if the driver does not provide one. Call this before anything uses
+    The result is also None if the driver does not report the memory. Call this before anything uses
     the GPU, because creating a CUDA context takes up GPU memory.
     """
     if config.device == "cpu" or not torch.cuda.is_available():
@@ -103,10 +103,10 @@ def visible_gpus(num_gpus: int) -> list[Gpu]:
 
 
 def at_start(gpu: Gpu) -> GpuAtStart | None:
-    """Wait until exited processes have freed a GPU's memory, and return the driver's report.
+    """Wait until exited processes have freed a GPU's memory, and return how much is free.
 
     Returns:
-        The report, or None if the driver does not report the GPU's memory.
+        The GPU and its memory, or None if the driver does not report the GPU's memory.
     """
     memory = gpu.free_and_total_bytes()
     if memory is None:
@@ -129,7 +129,7 @@ def free_of(gpu: Gpu) -> int:
 
 
 def names_of(sizes: Mapping[int, int]) -> str:
-    """Format a list of processes and their memory usage for a message, largest first."""
+    """Describe processes and their memory usage in a phrase for messages, largest first."""
     largest = sorted(sizes.items(), key=lambda entry: entry[1], reverse=True)
     listed = [f"process {pid} with {mib(size)}" for pid, size in largest]
     return ", ".join(listed) or "other processes"
@@ -195,7 +195,10 @@ def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) 
 
 
 def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
-    """Return the configuration with this CPU memory budget. None leaves it unchanged."""
+    """Return a copy of the configuration with this CPU memory budget.
+
+    If `device_bytes` is None, return the configuration itself.
+    """
     if device_bytes is None:
         return config
     memory = msgspec.structs.replace(config.memory, device_bytes=device_bytes)
@@ -277,7 +280,7 @@ class MemoryMeter:
         return torch.cuda.memory_reserved(self._device)
 
     def others(self) -> str:
-        """Format a list of the device's other processes and their memory usage for a message."""
+        """Describe the device's other processes and their memory usage in a phrase for messages."""
         if self._driver is None or self._pid is None:
             return names_of({})
         listed = self._driver.gpu.process_bytes()
@@ -320,7 +323,11 @@ class MemoryMeter:
         return False
 
     def _probe(self, driver: GpuAtStart) -> int | None:
-        """Allocate a probe to find the process id under which the driver lists this process."""
+        """Allocate a probe to find this process in the driver's list of processes.
+
+        Returns:
+            The process id in the list, or None if the process was not found.
+        """
         torch.cuda.empty_cache()
         reserved = self.reserved_bytes()
         before = driver.gpu.process_bytes()

@@ -76,7 +76,7 @@ from ullage_engine.worker.grammar import (
 log = logging.getLogger("ullage.engine.worker")
 
 SUSPICIOUS_STEPS = 1000
-"""Number of steps after NaN or infinite logits within which a recurrence evicts all cached KV.
+"""If NaN or infinite logits recur within this many steps, all cached KV is evicted.
 
 A recurrence so soon suggests that the KV of more than one request is damaged.
 """
@@ -84,12 +84,12 @@ A recurrence so soon suggests that the KV of more than one request is damaged.
 _RETRY_S = 0.25
 """Seconds between retries of a step while other processes hold the memory that it needs."""
 _SHORTAGE_S = 5.0
-"""Seconds of failed retries after which the worker exits and a new one with a smaller KV pool takes
-over."""
+"""If retries fail for this many seconds, the worker exits, and a new worker with a smaller KV pool
+takes over."""
 
 
 class Runner(Protocol):
-    """Executes step plans on one device or on several ranks."""
+    """What the engine needs in order to execute step plans, on one device or on several ranks."""
 
     def move(self, moves: Moves) -> None:
         """Copy whole KV blocks: all of `swap_out`, then all of `swap_in`, then all of `copy`.
@@ -182,8 +182,8 @@ class EngineCore:
         self._damaged_at = -SUSPICIOUS_STEPS
         """Number of steps that had been committed when logits were last NaN or infinite."""
         self._faults: list[int] = []
-        """Injected faults, each as the number of committed steps after which a step is to run out
-        of memory."""
+        """Injected faults: once this many steps have been committed, the next step runs out of
+        memory."""
 
         self._restore_workspace = restore_workspace
         self._clock = clock
@@ -209,7 +209,7 @@ class EngineCore:
 
     @property
     def adapters(self) -> None:
-        """None, because this engine does not serve LoRA adapters."""
+        """Always None, because this engine does not serve LoRA adapters."""
         return None
 
     @property
@@ -256,7 +256,7 @@ class EngineCore:
             self.scheduler.cancel(request_id, is_answered=is_answered)
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Inject a fault: a step runs out of memory after `after_steps` more steps."""
+        """Inject a fault: after `after_steps` more steps, make a step run out of memory."""
         self._faults.append(self.scheduler.stats().num_steps + after_steps)
 
     def step(self) -> list[TokenOutput]:
@@ -289,7 +289,7 @@ class EngineCore:
         return self._beams.filter_outputs(outputs)
 
     def take_failed(self) -> list[RequestFailed]:
-        """Return the requests that have failed since the last call, with their errors."""
+        """Return the requests that have failed since the last call, each with its error message."""
         failed = self._failed
         self._failed = []
         for each in failed:
@@ -488,7 +488,7 @@ class EngineCore:
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
     def _drop_newest(self, reason: str) -> None:
-        """Preempt the newest sequence, or fail its request if it is the only running sequence."""
+        """Preempt the newest sequence, or if no other one is running, fail its request instead."""
         if self.scheduler.stats().num_running > 1:
             self.scheduler.preempt_newest()
             return

@@ -13,8 +13,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.native import library
 
 _COMPUTING = ("kernels", "layers", "runner")
-"""Packages whose code computes tokens, either with torch and Triton or by calling the C++
-library."""
+"""Packages whose code computes tokens, with torch, Triton or the C++ library."""
 
 _DIGITS = 16
 """Number of hexadecimal digits of a digest in a fingerprint."""
@@ -74,7 +73,7 @@ def digest_of_json(value: object) -> str:
 def processor_of(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the GPU's name, or the result of `cpu_kind` if the device is a CPU.
 
-    The choice of kernels and the summation order depend on it.
+    The choice of kernels and the order of summation depend on this hardware.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -63,7 +63,7 @@ class _Progress:
     def allowed(self, chunk: Chunk) -> bytes:
         """Return a bit mask of the tokens that may follow a chunk.
 
-        Between calls, the answer may only grow.
+        Since the previous call, tokens may have been added to the answer, but none removed.
 
         Raises:
             GrammarError: the grammar has become too complex.
@@ -122,7 +122,7 @@ class Grammars:
         self._open[request.request_id] = _Progress(compiled.deep_copy())
 
     def close(self, request_id: str) -> None:
-        """Drop a request's matching state, if it has a grammar."""
+        """Drop the matching state of a request. Requests without a grammar are ignored."""
         self._open.pop(request_id, None)
 
     def constrain(self, plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
@@ -180,7 +180,7 @@ def no_vocabulary() -> LLTokenizer:
 
 
 def _without(mask: bytes, banned: Sequence[int]) -> bytes:
-    """Remove banned tokens from a mask, unless that would leave no allowed token."""
+    """Remove banned tokens from a mask, unless no allowed token would remain."""
     allowed = np.frombuffer(mask, np.uint8).copy()
     for token in banned:
         allowed[token // 8] &= ~np.uint8(1 << token % 8)

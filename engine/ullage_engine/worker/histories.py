@@ -17,7 +17,7 @@ from ullage_engine.protocol.step_plan import Chunk
 T = TypeVar("T")
 
 KEPT_PLANS = 64
-"""Number of consecutive plans that do not include a request after which its history is dropped.
+"""If a request is in none of this many consecutive plans, its history is dropped.
 
 A running request is in every plan, or in one out of N consecutive plans if N plans are in flight.
 """
@@ -30,7 +30,7 @@ class _Recent(Generic[T]):
         self._max_requests = max_requests
         self._num_plans = 0
         self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
-        """Value and last plan number of each request, least recently used first."""
+        """Each request's value and the number of its last plan, least recently used first."""
 
     def begin_plan(self) -> None:
         """Count a new plan, and drop requests that were in none of the last `KEPT_PLANS` plans."""
@@ -50,7 +50,7 @@ class _Recent(Generic[T]):
 
 
 class SentHistories:
-    """Tracks which tokens of each history rank 0 has already sent."""
+    """Rank 0's record of which tokens of each history it has already sent."""
 
     def __init__(self, max_requests: int) -> None:
         self._recent: _Recent[tuple[list[int], int]] = _Recent(max_requests)

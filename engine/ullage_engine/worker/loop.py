@@ -89,9 +89,9 @@ Any further messages have to wait until after the next step, so that they do not
 _SEND_TIMEOUT_S = 30.0
 """Seconds after which a server that does not read messages is considered dead."""
 _COMPILED_S = 0.005
-"""Seconds between an idle worker's checks for whether a grammar has been compiled."""
+"""Seconds between an idle worker's checks whether pending grammars have been compiled."""
 _EMPTY_STEP_S = 0.005
-"""Seconds to wait for messages after a step in which nothing could be computed."""
+"""Maximum seconds to wait for messages after a step in which nothing could be computed."""
 
 # Reports.
 _STATE_INTERVAL_S = 0.1
@@ -101,9 +101,9 @@ _HEARTBEAT_S = 0.5
 _LOG_INTERVAL_S = 10.0
 """Minimum seconds between log lines about prefix cache hits."""
 TRACES_WITHIN_S = 1.0
-"""Maximum seconds to spend on exporting the last tracing spans.
+"""Maximum seconds that an exiting worker may spend on exporting its last tracing spans.
 
-Meanwhile, the server is waiting for the worker to exit.
+The server is waiting for the worker to exit during this time.
 """
 
 _PR_SET_PDEATHSIG = 1
@@ -154,7 +154,10 @@ class Link:
 
 
 class KvTransfers(Protocol):
-    """The loop's interface to transfers of KV to and from tiers outside the device."""
+    """What the loop needs from transfers of KV to and from tiers outside the device.
+
+    The native engine and the vLLM engine have different implementations.
+    """
 
     def take_messages(self) -> list[FromKv]:
         """Return the messages to the server that have been queued since the last call."""
@@ -167,7 +170,7 @@ class KvTransfers(Protocol):
 
 
 class LoraAdapters(Protocol):
-    """The loop's interface to LoRA adapters, which can be added and removed while serving."""
+    """What the loop needs to add and remove LoRA adapters while serving."""
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
         """Load an adapter. Return an error message, or an empty string on success.
@@ -183,7 +186,7 @@ class LoraAdapters(Protocol):
 
 
 class WorkerEngine(Protocol):
-    """The loop's interface to the engine that computes requests."""
+    """What the loop needs from the engine that computes requests, native or vLLM."""
 
     @property
     def tiers(self) -> KvTransfers | None:
@@ -199,7 +202,7 @@ class WorkerEngine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether there is work for `step` to do."""
 
     @property
     def has_decodes(self) -> bool:
@@ -225,20 +228,20 @@ class WorkerEngine(Protocol):
         """Drop a request. Ignore unknown ids."""
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Inject a fault: a step runs out of memory after `after_steps` more steps."""
+        """Inject a fault: after `after_steps` more steps, make a step run out of memory."""
 
     def step(self) -> Sequence[TokenOutput | Embedding]:
         """Compute one step and return its outputs."""
 
     def take_failed(self) -> list[RequestFailed]:
-        """Return the requests that have failed since the last call."""
+        """Return the requests that have failed since the last call, each with its error message."""
 
     def set_batch_share(self, share: float) -> None:
         """Limit the batch to a fraction (0 to 1) of `batching.max_sequences`."""
 
 
 class StartedEngine(Protocol):
-    """The loop's interface to a loaded engine and its memory."""
+    """What the loop needs from a worker whose startup is complete, native or vLLM."""
 
     @property
     def engine(self) -> WorkerEngine:
@@ -255,7 +258,7 @@ class StartedEngine(Protocol):
         """Return the message that describes the model, the worker and its initial state."""
 
     def log_start(self) -> None:
-        """Log facts about the started model and devices."""
+        """Log which model and devices the worker has started with."""
 
     def stop(self) -> None:
         """Stop the engine's other processes."""
@@ -507,7 +510,7 @@ class Worker:
         self._log_prefix_hits(state)
 
     def _log_prefix_hits(self, state: WorkerState) -> None:
-        """Log the prefix cache's hit rate from time to time."""
+        """Log the prefix cache's hit rate, at most once per `_LOG_INTERVAL_S`."""
         looked_up = state.prefix_lookup_tokens - self._logged.prefix_lookup_tokens
         if looked_up <= 0 or self._reported_at < self._log_at:
             return

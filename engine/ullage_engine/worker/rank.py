@@ -86,20 +86,20 @@ inefficient."""
 _CHUNK_UNIT = 64
 """The measured prompt token limit is rounded down to a multiple of this number."""
 _PREFILL_S = 0.5
-"""Maximum seconds for a step at the beginning of a prompt, which decodes have to wait for.
+"""Maximum seconds that a step at the beginning of a prompt may take, because decodes wait for it.
 
-It applies unless the chunk size is configured, or changing it would change answers.
+This limit does not apply if the chunk size is configured, or if changing it would change answers.
 """
 _DEADLINE_SHARE = 0.25
 """Maximum fraction of limits.step_deadline that the prompt tokens of one step may take."""
 
 # How the cost of context is measured.
 _DEEP_TOKENS = 64
-"""Number of prompt tokens to time, with and without a long context."""
+"""Number of prompt tokens per timed step, which is run with and without a long context."""
 _DEEP_CONTEXT = 4096
-"""Number of tokens in the long context, if the maximum sequence length allows that many."""
+"""Length in tokens of the long context, unless the maximum sequence length is too short."""
 _SHALLOW_CONTEXT = 256
-"""Number of context tokens below which the time to read the context is too short to measure."""
+"""Minimum length in tokens of a context whose reading time is long enough to measure."""
 
 # How much context the decodes of a step read.
 _DECODE_READ_S = 0.1
@@ -138,7 +138,7 @@ def chunk_tokens(token_s: float, most: int) -> int:
 def measured_cost(
     token_s: float, context_s: float, tokens: int, deadline_s: float, *, is_free: bool
 ) -> PromptCost:
-    """Return the cost of prompt tokens by position, and the cost budget of one step.
+    """Return what prompt tokens cost at each position, and the maximum total cost per step.
 
     Args:
         token_s: seconds per token at the beginning of a prompt.
@@ -166,7 +166,8 @@ class RankStartup:
     `finalize`.
 
     Raises, in any phase:
-        WorkerStartError, LedgerError, WeightsError: one line that names the remedy.
+        WorkerStartError, LedgerError, WeightsError: the rank cannot serve. The message is one line
+            that says how to fix this.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class RankStartup:
         self.prompt_tokens = 0
         """Maximum number of prompt tokens per step, as measured by `finalize` or as configured."""
         self.prompt_cost = PromptCost()
-        """Cost of prompt tokens by position, as measured by `finalize`."""
+        """Cost of prompt tokens depending on their position, as measured by `finalize`."""
         self.longest_step_s = 0.0
         """Duration of the longest step in seconds, as measured by `finalize`."""
         self.proof: Proof | None = None
@@ -315,7 +316,7 @@ class RankStartup:
 
     @cached_property
     def library_refusal(self) -> str:
-        """Why the C++ library cannot compute whole steps, or an empty string if it can."""
+        """Reason why the C++ library cannot compute whole steps, or an empty string if it can."""
         assert self._loaded is not None, "load comes first"
         if self.layout.world > 1:
             return "several ranks compute together"
@@ -408,11 +409,11 @@ class RankStartup:
         return CudaCapture
 
     def warm_up(self) -> int:
-        """Run the largest steps on a one-block pool, so that libraries allocate their workspaces.
+        """Run the largest batches on a one-block pool, so that libraries allocate workspaces now.
 
         Returns:
-            The number of KV blocks that fit in the remaining memory. The pool may not be larger
-            than that.
+            The number of KV blocks that fit in the memory that is left. It is the maximum size of
+            the KV pool.
         """
         self._progress("warm_up")(0, 0)
         give_back_freed()
@@ -565,7 +566,11 @@ class RankStartup:
         )
 
     def _shard(self, model_config: ModelConfig, encodings: dict[str, Encoding]) -> Slicer:
-        """Return a slicer that extracts this rank's shard of the model."""
+        """Return a slicer that cuts this rank's shard out of the model's tensors.
+
+        Raises:
+            WorkerStartError: the model cannot be sharded across the configured ranks.
+        """
         pool = self.config.server.pool
         layout = self.layout
         try:
@@ -617,9 +622,10 @@ class RankStartup:
             log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")
 
     def _fitting_blocks(self) -> int:
-        """Count the KV blocks that fit in the memory of this rank's device.
+        """Return how many KV blocks fit in the memory of this rank's device.
 
-        If none of this rank's layers store KV, the count is too high to limit the other ranks.
+        If none of this rank's layers store KV, the result is so high that it does not limit the
+        other ranks.
         """
         chunk_blocks = -(-self.limits.prompt_tokens // self.step_limits.block_tokens)
         limit = kv_limit(self.config.memory, on_cpu=self.device.type == "cpu")
@@ -690,7 +696,10 @@ class RankStartup:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Fingerprint of everything that can change the bits of answers. Stable across restarts."""
+        """Fingerprint of everything that can change the bits of answers.
+
+        A restart does not change it.
+        """
         assert self._loaded is not None, "load comes first"
         layout = self.layout
         encodings = self._loaded.encodings.values()
@@ -759,9 +768,10 @@ class RankStartup:
 
     @cached_property
     def proof_file(self) -> ProofFile:
-        """The file with the proofs of all ranks, available once the KV pool is allocated.
+        """The file with all ranks' proofs, to which later starts compare their results.
 
-        The file name depends on everything that may change the bits of a proof.
+        It is available once the KV pool is allocated. Its name depends on everything that may
+        change the bits of a proof, so that each combination has its own file.
         """
         layout = self.layout
         # The library adds in the same order with every instruction set. A proof still holds only
@@ -832,14 +842,16 @@ class RankStartup:
 
 
 def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_blocks: int) -> int:
-    """Count the KV blocks that fit on a device, which must suffice for the largest prompt chunk.
+    """Return how many KV blocks fit on a device.
+
+    Raises if they cannot hold the largest prompt chunk.
 
     Args:
         ledger: the ledger of the device.
         limit: maximum total size of the blocks in bytes, or None for all remaining bytes of the
             ledger.
         block_bytes: bytes per block on this device.
-        chunk_blocks: number of blocks for the largest prompt chunk.
+        chunk_blocks: number of blocks that the largest prompt chunk needs.
 
     Raises:
         WorkerStartError: the limit is too small for a prompt chunk.

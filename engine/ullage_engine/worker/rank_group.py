@@ -60,7 +60,7 @@ RankCommandLine = Callable[[int, str], Sequence[str]]
 """Function that returns the command line for a rank's process, given the rank and an endpoint."""
 
 Report = Callable[[Loading], None]
-"""Callback that receives a rank's loading progress."""
+"""Function to call with a rank's loading progress."""
 
 
 class GroupMessage(msgspec.Struct, frozen=True, tag=True):
@@ -78,11 +78,14 @@ class Join(GroupMessage, frozen=True):
 
 
 class WarmUp(GroupMessage, frozen=True):
-    """Command to run the largest steps together, and to report how many KV blocks still fit."""
+    """Command to run the largest batches as a warm-up, in lockstep with all other ranks.
+
+    The rank answers with the number of KV blocks that still fit in its memory.
+    """
 
 
 class Allocate(GroupMessage, frozen=True):
-    """Command to allocate the KV pool, with the number of blocks that fit on every rank."""
+    """Command to allocate the KV pool, with as many blocks as fit on every rank."""
 
     num_blocks: int
 
@@ -110,7 +113,7 @@ class Move(GroupMessage, frozen=True):
 
 
 class Sync(GroupMessage, frozen=True):
-    """Command to send an answer once all earlier commands are done."""
+    """Command that the rank answers once it has executed all earlier commands."""
 
 
 class Stop(GroupMessage, frozen=True):
@@ -124,15 +127,15 @@ class Done(GroupMessage, frozen=True, kw_only=True):
     """Answer that the rank has executed the command."""
 
     weights_key: str = ""
-    """Key of the prepared weights, after loading."""
+    """Key of the prepared weights. Only set in the first answer, which ends loading."""
     num_blocks: int = 0
-    """Number of KV blocks that fit on this rank, after `WarmUp`."""
+    """Number of KV blocks that fit on this rank. Only set in the answer to `WarmUp`."""
     ledger: list[ReservationState] = []
-    """All memory reservations of the rank, after `Finalize`."""
+    """All memory reservations of the rank. Only set in the answer to `Finalize`."""
     total_bytes: int = 0
-    """Total memory of the rank's device in bytes, after `Finalize`."""
+    """Total memory of the rank's device in bytes. Only set in the answer to `Finalize`."""
     proof: Proof | None = None
-    """Digests of the rank's tensors and logits, after `Finalize`."""
+    """Digests of the rank's tensors and logits. Only set in the answer to `Finalize`."""
 
 
 class Failed(GroupMessage, frozen=True):
@@ -184,7 +187,7 @@ def reads_history(chunk: Chunk) -> bool:
 
 
 class RankProcesses:
-    """The processes of ranks 1 to n - 1.
+    """Starts, commands and watches the processes of all ranks except rank 0.
 
     If one of these processes dies, this process exits immediately. Otherwise, a collective
     operation would hang waiting for the dead rank until it times out. The supervisor restarts the
@@ -251,7 +254,7 @@ class RankProcesses:
         return [answer for answer in answers.values() if isinstance(answer, Done)]
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
-        """Return the error that ranks report before the timeout, or None if they report none.
+        """Wait for ranks to report errors, and return them as one, or None if none is reported.
 
         Other answers are discarded.
         """
@@ -358,8 +361,8 @@ class RankProcesses:
 def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
     """Combine the errors reported by ranks into one.
 
-    An error that a restart cannot fix is assumed to have caused the others, and is returned by
-    itself.
+    If a restart cannot fix one of the errors, only that error is returned, because it has probably
+    caused the others.
     """
     for rank, each in failed.items():
         if not each.may_retry:

@@ -165,7 +165,7 @@ def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: i
 
 
 def with_histories(plan: StepPlan, received: ReceivedHistories) -> StepPlan:
-    """Return the plan with complete token histories, which requests with penalties need."""
+    """Return a copy of the plan with complete token histories, which penalties need."""
     received.begin_plan()
     chunks = [received.complete(each) if reads_history(each) else each for each in plan.chunks]
     return StepPlan(chunks)

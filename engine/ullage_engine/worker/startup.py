@@ -50,7 +50,7 @@ from ullage_engine.worker.rank_group import (
 log = logging.getLogger("ullage.engine.worker")
 
 _FAILURE_GRACE_S = 2.0
-"""Seconds that other ranks have to report the cause after an error on rank 0."""
+"""Seconds to wait after an error on rank 0 for another rank to report the cause."""
 
 RankCommand = Callable[[int, str, int | None], Sequence[str]]
 """Function that returns a rank's command line, given its number, endpoint and CPU memory budget."""
@@ -137,7 +137,7 @@ class Started:
         )
 
     def log_start(self) -> None:
-        """Log which device computes which part of the model, and facts about the model."""
+        """Log the model's properties, and which device computes which part of it."""
         for place in self.ranks:
             log.info("%s", place)
         facts = {
@@ -169,7 +169,8 @@ def start(
         host_tier: memory of the host tier, or None without a host tier.
 
     Raises:
-        WorkerStartError, LedgerError, WeightsError: one line that names the remedy.
+        WorkerStartError, LedgerError, WeightsError: the engine cannot serve. The message is one
+            line that says how to fix this.
         RankFailedError: another rank failed unexpectedly, so a restart may succeed.
         ProofError: a rank's results differ from those of a verified start.
     """
@@ -284,7 +285,7 @@ def _started(
     used_bytes: Callable[[], int],
     stop: Callable[[], None],
 ) -> Started:
-    """Assemble the engine after the last phase of startup."""
+    """Build the engine from its parts after the last startup phase, and return it."""
     memory = own.config.memory
     profile = _profile(own, num_blocks)
     throughput = ThroughputEstimator()
@@ -363,7 +364,10 @@ def _grammars(own: RankStartup) -> Grammars:
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
-    """Sum up all ranks' reservations by name, for reports. Each rank still has its own budget."""
+    """Return a ledger for reports, in which each reservation is the sum over all ranks.
+
+    Each rank still has its own budget.
+    """
     total = own.total_bytes + sum(answer.total_bytes for answer in others)
     ledger = Ledger(total, own.threshold, configurable=True)
     entries = [own.states(), *(answer.ledger for answer in others)]

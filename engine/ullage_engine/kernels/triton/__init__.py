@@ -63,7 +63,7 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def takes_groups(format: Format, depth: int, groups: int) -> bool:
-    """Return whether the kernels support weights with `groups` scales per column."""
+    """Return whether the kernels support columns of `depth` weights that have `groups` scales."""
     group = depth // groups
     fits = group == MX_GROUP if format == "mxfp4" else group % MIN_GROUP == 0 or groups == 1
     return group * groups == depth and fits
@@ -89,8 +89,7 @@ class PagedWorkspace:
 
 
 Put = Callable[[Indices], torch.Tensor]
-"""A function that returns the device tensor for an index array, such as
-`kernels.staging.Staging.put`."""
+"""Function that returns the device tensor for an index array (see `kernels.staging.Staging`)."""
 
 
 def paged_attentions(

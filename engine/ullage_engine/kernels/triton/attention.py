@@ -34,7 +34,7 @@ def shift_of(peak: tl.tensor) -> tl.tensor:
 
 @jit
 def scale_of(place: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
-    """Return the float8 scale of a head, or 1 if KV is not stored as float8.
+    """Load the float8 scale of a head. Return 1 if KV is not stored as float8.
 
     The scale is applied to queries and sums, which is cheaper than scaling all stored values.
     """

@@ -27,7 +27,7 @@ def column_at(
     channels: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return a block of channels of one column of B * u, from a row of the step or from a state."""
+    """Return a block of channels of B * u, from one row of the step or one column of a state."""
     is_row = index < tokens
     row = projected + index.to(tl.int64) * 3 * channels + channel
     is_given = channel < tl.where(is_row, channels, 0)
@@ -82,7 +82,7 @@ def convolve_row(
 
 
 class FusedConvolution:
-    """The convolution layers of one step. The step's indices are copied to the device once."""
+    """Computes the convolutions of one step, whose indices are copied to the device once."""
 
     def __init__(
         self, plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor

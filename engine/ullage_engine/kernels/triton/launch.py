@@ -104,7 +104,7 @@ SIZE = 16
 
 @jit
 def count(out: tl.tensor, SIZE: tl.constexpr) -> None:
-    """Write the integers 0, 1, 2 and so on."""
+    """Write the integers 0 to SIZE - 1 to `out`."""
     places = tl.arange(0, SIZE)
     tl.store(out + places, places)
 

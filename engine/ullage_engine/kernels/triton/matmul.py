@@ -122,7 +122,7 @@ def multiply_bytes(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Return `summed` plus the product of x and unpacked weights, which take one element each.
+    """Return `summed` plus the product of x and weights that are stored one per element.
 
     If a column has a single scale, it is applied once at the end.
     """
@@ -309,7 +309,7 @@ def quantized_matmul(
 
 
 def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Return the rows and columns of a program's tile, and its number of warps.
+    """Return how many rows, columns and warps a program uses for its tile.
 
     Tiles are small if the matmul is memory-bound, or if larger tiles would leave an SM idle.
     """
@@ -338,7 +338,7 @@ def find_tile(
 ) -> tl.tensor:
     """Return a tile's expert, the tile's first row and the end of the expert's rows.
 
-    The expert is EXPERTS if the tile does not exist.
+    If the tile does not exist, the expert is EXPERTS, which is no valid expert.
     """
     experts = tl.arange(0, PADDED)
     end = tl.load(ends + experts, mask=experts < EXPERTS, other=0)

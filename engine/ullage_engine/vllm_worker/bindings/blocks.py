@@ -26,7 +26,7 @@ class _Prefix:
 
         Args:
             groups: cached blocks of each cache group.
-            slides: for each cache group, whether a sequence gives up blocks as it grows, as with
+            slides: for each cache group, whether a sequence releases blocks as it grows, as with
                 sliding windows and recurrent states.
         """
         pairs = list(zip(groups, slides, strict=True))
@@ -160,5 +160,5 @@ def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
 
 
 def pool_block_bytes(rank: KVCacheConfig, config: VllmConfig) -> int:
-    """Return the size of a KV block on one rank in bytes, the same for all cache groups."""
+    """Return the bytes that a KV block takes on one rank. All cache groups use the same size."""
     return int(_pool_bytes_per_block(config, rank.kv_cache_groups))

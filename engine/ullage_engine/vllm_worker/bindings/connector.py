@@ -181,7 +181,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class RankPart:
-    """One rank's part of every KV block, on its device and in the host tier's shared memory."""
+    """Copies one rank's part of KV blocks between its device and the host tier's shared memory."""
 
     def __init__(
         self,

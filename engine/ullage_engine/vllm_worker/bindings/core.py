@@ -79,7 +79,10 @@ _NOT_CHOSEN = {
     *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_CI_ENV"),
     *("VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"),
 }
-"""Variables that `environment` omits, because Ullage or vLLM sets them or they place threads."""
+"""vLLM's environment variables that `environment` omits.
+
+Ullage or vLLM sets them, or they only control where threads run.
+"""
 _NOTICED_WITHIN_S = 2.0
 """Seconds to wait after a failed step for vLLM to notice that a rank has exited."""
 
@@ -169,7 +172,7 @@ def resolve_dtype(name: str) -> str:
 
 
 def cpu_budget(config: EngineConfig, host_tier: int) -> int:
-    """Return the memory budget of all CPU ranks together in bytes, excluding the host tier."""
+    """Return the total memory budget of all CPU ranks in bytes, excluding the host tier."""
     return open_ledger(config, torch.device("cpu"), host_tier).total_bytes * config.gpus
 
 
@@ -184,7 +187,7 @@ slots, and the bytes that were free on each rank's GPU before the weights were l
 def _sized_executor(
     base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
 ) -> type[Executor]:
-    """Return a vLLM executor class that takes the size of the KV pool from the ledger.
+    """Return a vLLM executor class that lets `size_pool` decide the size of the KV pool.
 
     On shutdown, the executor kills its ranks.
     """
@@ -306,7 +309,10 @@ class VllmCore:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum sequence length in tokens, which must fit in one step without chunked prefill."""
+        """Maximum sequence length in tokens.
+
+        Without chunked prefill, a sequence must also fit in a single step.
+        """
         longest = int(self._config.model_config.max_model_len)
         limits = self._config.scheduler_config
         if limits.enable_chunked_prefill:
@@ -353,7 +359,10 @@ class VllmCore:
         return max(0, int(self._scheduler.max_num_scheduled_tokens) - int(limits.max_num_seqs))
 
     def limit_chunk(self, num_tokens: int) -> None:
-        """Lower the maximum prompt tokens per step. Buffers and warm-up are unaffected."""
+        """Lower the maximum number of prompt tokens per step to `num_tokens`.
+
+        The sizes of buffers and of the warm-up step do not change.
+        """
         most = num_tokens + int(self._config.scheduler_config.max_num_seqs)
         if self.chunk_tokens:
             self._scheduler.max_num_scheduled_tokens = min(
@@ -383,7 +392,7 @@ class VllmCore:
 
     @property
     def groups(self) -> list[GroupKind]:
-        """What kind of KV each cache group keeps."""
+        """Kind of KV that each cache group keeps."""
         groups = self._scheduler.kv_cache_config.kv_cache_groups
         return [group_kind(group, self._config) for group in groups]
 
@@ -417,7 +426,7 @@ class VllmCore:
     # tiers ---------------------------------------------------------------------------------------
 
     def tier_format(self) -> tuple[int, list[str]]:
-        """Return how many bytes of each block the ranks copy, and a description of their layout.
+        """Return how many bytes per block all ranks together copy to tiers, and their layout.
 
         Raises:
             TiersRefusedError: blocks cannot be copied to tiers.
@@ -620,16 +629,16 @@ class VllmCore:
         return self._config.model_config.quantization is None
 
     def run_probe(self, probe: Probe) -> list[CoreOutput]:
-        """Compute a few tokens, so that a fault that affects every step is detected at startup.
+        """Run the probe, so that a fault that affects every step is detected at startup.
 
-        The requests' state and KV are discarded afterwards.
+        The state and KV of the probe's requests are discarded afterwards.
 
         Returns:
             The outputs, ordered by request and token.
 
         Raises:
-            WorkerStartError: a step fails for a reason other than lack of memory. After an
-                out-of-memory error, restarting may help.
+            WorkerStartError: a step failed, but not for lack of memory. Out-of-memory errors are
+                raised unchanged, because a restart may succeed.
             RuntimeError: a rank's process has exited.
         """
         self._num_probes += 1
@@ -665,7 +674,10 @@ class VllmCore:
             model.max_logprobs = most
 
     def _run_in_turns(self, requests: Sequence[EngineRequest]) -> dict[str, list[CoreOutput]]:
-        """Run requests to completion, starting each after the previous request's first token."""
+        """Run requests to completion, and return the outputs of each by request id.
+
+        Each request starts after the previous request's first token.
+        """
         outputs: dict[str, list[CoreOutput]] = {}
         for request in requests:
             self.add(request, request.max_tokens)
@@ -734,7 +746,7 @@ class VllmCore:
         self._engine.engine_core.shutdown()
 
     def _make_grammar(self, request: Request) -> Grammar:
-        """Return the matcher for a request's grammar. This replaces vLLM's own function."""
+        """Return a matcher for a request's grammar. vLLM calls this instead of its own method."""
         params = request.sampling_params
         assert params is not None
         assert params.extra_args is not None
@@ -749,7 +761,7 @@ class VllmCore:
 def _has_tokens(
     outputs: Mapping[str, Sequence[CoreOutput]], request: EngineRequest, num_tokens: int
 ) -> bool:
-    """Return whether a request has produced `num_tokens` tokens, or its embedding."""
+    """Return whether a request has produced at least `num_tokens` tokens, or its embedding."""
     own = outputs[request.request_id]
     num_found = sum(len(each.token_ids) for each in own)
     return bool(own) and (request.embed or num_found >= num_tokens)

@@ -51,7 +51,7 @@ class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class GrammarMasks:
-    """Replaces vLLM's grammar backend, which is needed only to allocate token masks."""
+    """Stands in for vLLM's grammar backend, which vLLM uses only to allocate token masks."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
