@@ -72,7 +72,7 @@ class PausableDeadline:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Extend the deadlines and their timeouts by the time spent inside the `with` block."""
+        """Postpone the deadlines and their timeouts by the time spent inside the `with` block."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         ends = [timeout.when() for timeout in self._timeouts]
@@ -167,8 +167,8 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     prompt_cache_key: str = ""
     """OpenAI's `prompt_cache_key`, which clients set on requests that share a prefix.
 
-    Requests with the same key prefer the same engine, but the engine does not keep memory reserved
-    for them. If a session is also given, the key is ignored.
+    Requests with the same key are sent to the same engine if possible. The engine does not reserve
+    memory for them. If a session is also given, the key is ignored.
     """
     replace_key: str = ""
     """Key of a replaceable request (empty for none).

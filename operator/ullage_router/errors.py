@@ -172,7 +172,7 @@ def silent_engine(engine: str, silent_s: float) -> ServiceError:
 
 
 def no_stream(engine: str) -> ServiceError:
-    """Return the error for a request if the stream to its engine is not open."""
+    """Return the error for a request to an engine to which no stream is open."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", f"the stream to engine {engine} is not open"
     )
@@ -223,7 +223,7 @@ def some_retry_after_s() -> int:
 
 
 def _soon_s() -> int:
-    """Return a short retry delay with jitter, for when memory is about to become free."""
+    """Return a short random retry delay in seconds, for when memory should be free soon."""
     return random.randint(1, UNKNOWN_RETRY_AFTER_S)
 
 

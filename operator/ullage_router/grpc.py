@@ -191,5 +191,5 @@ def _path(metadata: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _text(context: Context) -> dict[str, str]:
-    """Return the RPC's metadata without the binary values."""
+    """Return the RPC's metadata as text, without entries that have binary values."""
     return text_metadata(context.invocation_metadata())

@@ -60,9 +60,9 @@ class TokenBound:
     counts_bytes: bool = False
     """Whether a non-ASCII character counts once per UTF-8 byte, as in byte-level tokenizers."""
     composed: int = 0
-    """Maximum token length for letters and punctuation in texts with non-ASCII characters.
+    """Maximum length of tokens with letters or punctuation, for texts with non-ASCII characters.
 
-    It is 0 unless the normalizer may combine a letter with the accents that follow.
+    The value is 0 unless the normalizer may combine a letter with the accents that follow.
     """
     counts_words: bool = False
     """Whether to count words instead of characters, because no token spans two words."""
@@ -92,7 +92,7 @@ class TokenBound:
 
 
 _WORD = re.compile(r"(?<![^ \n\t])[!-~]")
-"""Matches the start of a word that no normalizer removes."""
+"""Matches an ASCII character that starts a word. No normalizer removes such a word."""
 
 
 def _num_words(text: str) -> int:
@@ -105,7 +105,7 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def token_bound(tokenizer: Tokenizer) -> TokenBound:
-    """Return the token bound for a tokenizer. If nothing better is known, the bound is always 0."""
+    """Return the token bound for a tokenizer. If none can be derived, `fewest` returns 0."""
     model = tokenizer.model
     normalizer = _Normalizer.of(_state(tokenizer.normalizer))
     steps = list(_steps(_state(tokenizer.pre_tokenizer)))
@@ -163,7 +163,7 @@ def _longest(lengths: Mapping[str, int], vocabulary: Json, characters: bytes) ->
 
 
 def _may_remove_words(step: Json) -> bool:
-    """Return whether a pre-tokenizer step may remove more than whitespace."""
+    """Return whether a pre-tokenizer step may remove characters other than whitespace."""
     if step["type"] in ("Punctuation", "Split"):
         return bool(step["behavior"] == "Removed")
     return step["type"] not in _KEEPING | _PARTING
@@ -176,7 +176,7 @@ def _has_affixes(model: models.BPE | models.Unigram) -> bool:
 
 
 def _is_complete(model: object, vocabulary: Json, is_byte_level: bool) -> bool:
-    """Return whether every character is kept and belongs to a token of limited length."""
+    """Return whether the model keeps every character, and puts it in a token of bounded length."""
     if is_byte_level:
         return vocabulary.keys() >= set(ByteLevel.alphabet())
     if not isinstance(model, models.BPE):
@@ -278,7 +278,7 @@ _WIDE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 
 
 def _spelled(characters: str) -> str:
-    """Return a pattern that matches any of the characters, in plain or byte-level spelling."""
+    """Return a regex for any of the characters, either as is or as in a byte-level vocabulary."""
     letters = ByteLevel(add_prefix_space=False, use_regex=False)
     in_bytes = [letters.pre_tokenize_str(each)[0][0] for each in characters]
     return "|".join(map(re.escape, [*characters, *in_bytes]))

@@ -50,7 +50,7 @@ NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
 
 
 class NotOnCanary(Exception):
-    """Raised if no canary engine can run the request unmodified now, so a stable engine must."""
+    """Raised if no canary engine can run the request unmodified now. A stable engine should."""
 
 
 @dataclass(slots=True, eq=False)
@@ -220,7 +220,7 @@ class Admission:
         )
 
     def _seen_by(self, call: Call) -> Deferrals:
-        """Return the recently refused requests that take precedence over this request.
+        """Return the recently refused requests whose retries take precedence over this request.
 
         Refused clients are told to retry after a delay. Until then, later requests should not take
         the memory that a retry will need.
@@ -295,7 +295,7 @@ class Admission:
         return self._balancer.alike(preferred, fingerprints, call.side, refusing, call.adapter)
 
     def _passes(self, request: AdmissionRequest) -> bool:
-        """Return whether the request may overtake the head of its subqueue and run right away."""
+        """Return whether the request can run now by overtaking the head of its subqueue."""
         call = request.call
         model = request.prompt.model
         views = self._engines.views(model, call.side, call.adapter)
@@ -454,7 +454,7 @@ class Admission:
     def _defer(self, call: Call, refuse: Refuse) -> None:
         """Remember a refused request, so that later requests leave memory for its retry.
 
-        The memory is set aside until the request's Retry-After has passed.
+        The memory stays set aside until the request's Retry-After expires.
         """
         assert refuse.demand
         assert refuse.retry_after_s

@@ -79,7 +79,7 @@ class LoadBalancer:
         refusing: Collection[str],
         adapter: str = "",
     ) -> Preferred:
-        """Return an engine that can continue an answer bit for bit, or else the preferred engine.
+        """Return an engine that can continue an answer bit-identically, or else the preferred one.
 
         If several engines can continue the answer, return the preferred engine if it is one of
         them, or else the engine with the fewest requests.
@@ -123,7 +123,7 @@ class LoadBalancer:
         self._affinity.on_placed(cache_key, engine.key)
 
     def may_retry(self) -> bool:
-        """Take one retry from the shared budget, or return False if the budget is exhausted.
+        """Take one retry from the shared budget and return True, or return False if none is left.
 
         A request that failed before its first token uses a retry to try another engine.
         """

@@ -97,7 +97,7 @@ class PrefillWindow:
             raise
 
     def _close(self, pool: str) -> None:
-        """Close a pool's window, and balance its requests unless one of their engines was lost."""
+        """Close a pool's window, and rebalance its requests if none of their engines was lost."""
         reservations = self._open.pop(pool)
         keys = {key for reservation in reservations for key in reservation.choices}
         engines_by_key = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}

@@ -1,4 +1,4 @@
-"""The queue of limited size in which requests wait for memory.
+"""The bounded queue in which requests wait for memory.
 
 The queue is divided into subqueues. Each pool has one subqueue, and an additional one for each
 adapter that only some of its engines have. Normally, only the first request (the head) of a
@@ -101,7 +101,7 @@ class QueueEntry:
         return self._queue.head(self.line) is self
 
     def serve(self) -> None:
-        """Leave the queue because an engine in the entry's pool now serves the request."""
+        """Leave the queue, because an engine in the entry's pool is about to serve the request."""
         self._queue.remove(self, served=True)
 
     def leave(self) -> None:
@@ -125,7 +125,7 @@ class RequestQueue:
         """Queue entries by their sequence number."""
         self._numbers: Iterator[int] = itertools.count()
         self.passed = 0
-        """Number of requests that overtook the head of a subqueue."""
+        """Number of requests that have overtaken the head of a subqueue so far."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -186,9 +186,9 @@ class RequestQueue:
     def ahead(
         self, priority: int, entry: QueueEntry | None = None, adapter: str = ""
     ) -> Mapping[str, int]:
-        """Return how many bytes earlier requests are waiting for, by pool.
+        """Return, by pool, the total KV bytes that earlier requests are waiting for.
 
-        Only subqueues whose requests can use all of the engines that this request can use are
+        Only subqueues whose requests can run on all of this request's possible engines are
         counted. Pools in which the request is next are omitted. Requests with the same priority all
         count as earlier, because each arrival may change their order.
 
@@ -224,7 +224,7 @@ class RequestQueue:
         }
 
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
-        """Return the size in bytes of the smallest head that the request may overtake, by pool.
+        """Return, by pool, the KV bytes of the smallest head that the request may overtake.
 
         The request may overtake a subqueue's head by backfill. The pools are the same as in
         `ahead`, but pools are omitted if one of their heads must not be overtaken again.
@@ -255,17 +255,17 @@ class RequestQueue:
         self.passed += bool(passed)
 
     def _is_full(self, head: QueueEntry) -> bool:
-        """Return whether a head has been overtaken as often as the configuration allows."""
+        """Return whether a head has been overtaken so often that it must not be overtaken again."""
         return head.num_passed >= self._section.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
-        """Yield the heads before a request that can use every engine that the request can use."""
+        """Yield the heads that precede a request and can run on all engines on which it can run."""
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
-        """Yield those heads of the given subqueues that are served before an entry.
+        """Yield those heads of the given subqueues that precede an entry.
 
-        Heads in other pools always count as served before it.
+        Heads in other pools always count as preceding the entry.
 
         Args:
             entry: a request's entry, or None if the request is not queued and therefore comes last.
@@ -283,7 +283,7 @@ class RequestQueue:
                 yield head
 
     def wake_followers(self, head: QueueEntry, available: int) -> None:
-        """Wake requests behind a blocked head that could overtake it with `available` bytes.
+        """Wake requests behind a blocked head that fit in `available` bytes and might overtake it.
 
         Args:
             available: free bytes on the engine that has the most free memory in the pool.
@@ -301,7 +301,7 @@ class RequestQueue:
         return result
 
     def waits(self) -> Mapping[str, tuple[int, int, float]]:
-        """Return (request count, bytes, earliest arrival) for each pool with waiting requests."""
+        """Return (request count, KV bytes, first arrival time) by pool, for pools with requests."""
         result: dict[str, tuple[int, int, float]] = {}
         for entry in self._entries.values():
             number, size, oldest = result.get(entry.pool, (0, 0, math.inf))

@@ -58,7 +58,7 @@ class _Holding:
     entries: "SortedList[_EvictionKey]" = field(default_factory=SortedList)
 
     def shares(self, tenant: str) -> "Iterator[tuple[float, str]]":
-        """Yield (amount used divided by the tenant's weight, tenant) for each limited resource."""
+        """Yield (amount used / tenant's weight, tenant's name) for each limited resource."""
         for amount in self.amounts:
             yield amount / self.weight, tenant
 
@@ -134,7 +134,7 @@ class QueueBounds:
         return {tenant: holding.amounts.size for tenant, holding in sorted(self._holdings.items())}
 
     def _exceeded(self, waiter: "Waiter") -> int | None:
-        """Return the index of a limit that a new request would exceed, or None if there is room."""
+        """Return the index of the first limit that a request would exceed, or None if it fits."""
         pairs = zip(self.total.plus(waiter), self._limits, strict=True)
         return next((i for i, (amount, limit) in enumerate(pairs) if amount > limit), None)
 

@@ -23,7 +23,7 @@ from ullage_router.policy.placement import home_of, is_large, room_of
 RESOLVE_INTERVAL_S = 0.5
 """Seconds between DNS look-ups while requests are held."""
 WANTED_S = 15.0
-"""Seconds for which the router keeps reporting demand after it had to refuse a request."""
+"""How long a request that could not be held counts as demand for its pool, in seconds."""
 
 
 class ColdStartQueue:
@@ -49,7 +49,7 @@ class ColdStartQueue:
         """Time of the last request that could not be held, by pool."""
         self._changed = asyncio.Event()
         self._refusal: ServiceError | None = None
-        """The error with which to refuse all requests, or None while requests may be held."""
+        """Error that all requests are refused with, or None while requests may be held."""
         self.is_closed = False
         """Whether the router is shutting down and therefore holds no new requests."""
         self.held_bytes = 0
@@ -71,8 +71,8 @@ class ColdStartQueue:
     def wanted(self, pool: str) -> int:
         """Return the demand for a pool, which is the number of requests held for it.
 
-        If no request is held, the demand stays at 1 for a while after a request that could not be
-        held.
+        If no request is held, the demand stays at 1 for WANTED_S seconds after the last request
+        that could not be held, unless an engine becomes ready.
         """
         requested = self._requested.get(pool)
         is_recent = requested is not None and time.monotonic() - requested <= WANTED_S
@@ -83,7 +83,7 @@ class ColdStartQueue:
 
         Args:
             size: router memory that the request uses, in bytes.
-            held_s: seconds for which the request has already been held.
+            held_s: how long the request has already been held, in seconds.
 
         Raises:
             ServiceError: too many requests are held, no engine started in time, or the router is
@@ -204,7 +204,7 @@ def empty_home(
     scaled_to_zero: frozenset[str],
     policy: RoutingPolicy,
 ) -> str:
-    """Return the pool that a request needs but that is scaled to zero, or an empty string.
+    """Return the scaled-to-zero pool that a request needs, or an empty string if there is none.
 
     This is the pool in which the request would normally run. The result is empty if that pool has a
     ready engine, or if the request fits in no pool.
@@ -257,7 +257,7 @@ class ScaleToZero:
         return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call) -> None:
-        """Hold the request until an engine has described the model, which is needed to tokenise it.
+        """Hold the request until an engine has described the model, as tokenisation requires.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -327,7 +327,7 @@ class ScaleToZero:
         return was_held
 
     def _remembered(self, empty: frozenset[str]) -> list[EngineView]:
-        """Return a view of the last known engine of each empty pool, as if the engine were idle."""
+        """Return a view of each empty pool's last known engine, with all of its memory free."""
         now = time.monotonic()
         last = (self._engines.last(pool) for pool in empty)
         views = [engine.view(now) for engine in last if engine]

@@ -179,7 +179,7 @@ class BufferedAnswer:
                 return
 
     def describe(self, request_id: str, decision: Decision) -> None:
-        """Fill in the request id, the model and the attempts in the acceptance message."""
+        """Write the request id, the model and the cascade's attempts into the Accepted message."""
         self.accepted.request_id = request_id
         self.accepted.model = decision.model
         del self.accepted.attempts[:]
@@ -193,7 +193,7 @@ class BufferedAnswer:
             yield self._visible(event)
 
     def close(self) -> None:
-        """Cancel the step's generation of the answer."""
+        """Cancel the generation of the answer."""
         self._stream.close()
 
     async def discard(self) -> None:
@@ -243,7 +243,7 @@ class _Run:
         return await self._finally(last)
 
     async def drop_rest(self) -> None:
-        """Cancel every started step whose answer is not needed, even if this task is cancelled."""
+        """Cancel all other started steps. They end even if this task is cancelled meanwhile."""
         # First end all of them, without a pause in which a cancellation could leave one running.
         for task in self._tasks.values():
             _end(task)
@@ -329,7 +329,7 @@ class _Run:
         return answer
 
     async def _drop(self, step: int) -> BufferedAnswer | None:
-        """Cancel a step, and return the answer to discard, or None if no answer had started."""
+        """Cancel a step and discard its answer. Return that answer, or None if none had begun."""
         task = self._tasks.pop(step)
         _end(task)
         (answer,) = await asyncio.gather(task, return_exceptions=True)
@@ -360,7 +360,7 @@ class _Run:
         self._cascade.on_end(attempt)
 
     def _adopt_decision(self, step: int) -> None:
-        """Adopt a step's decision as the request's decision, but keep the recorded attempts."""
+        """Make a step's decision the request's own decision, but keep the recorded attempts."""
         decisions = self._call.decisions
         decisions.adopt(self._calls[step].decisions.latest, attempts=decisions.latest.attempts)
 

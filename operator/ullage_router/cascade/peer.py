@@ -195,7 +195,7 @@ class PeerRouter:
 
 
 class _PeerStream:
-    """An answer from another router that has accepted the request."""
+    """The event stream of a request that another service's router has accepted."""
 
     def __init__(self, stream: EventStream, accepted: inference_pb2.Accepted) -> None:
         self.accepted = accepted

@@ -80,7 +80,7 @@ class PoolLookups:
 
 
 async def _resolve_all(targets: Iterable[str]) -> tuple[set[str], bool]:
-    """Return the addresses of all targets, and whether all look-ups succeeded."""
+    """Return the addresses that all targets resolve to, and whether all look-ups succeeded."""
     answers = await asyncio.gather(*(resolve(target) for target in targets))
     addresses = {address for answer in answers if answer for address in answer}
     return addresses, all(answer is not None for answer in answers)

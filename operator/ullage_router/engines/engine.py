@@ -134,7 +134,7 @@ class Engine:
         """The pool's label in headers and metrics (`route_of`), initially the pool's name."""
         self.model: Model | None = None
         self._described_epoch: int | None = None
-        """The engine server's epoch at the time of its last model description.
+        """The epoch of the engine's server when the engine last described its model.
 
         Each restart of the server starts a new epoch. None until the engine has described its
         model.
@@ -227,7 +227,7 @@ class Engine:
 
     @property
     def has_numerics(self) -> bool:
-        """Whether the engine has been ready and is still present.
+        """Whether the engine has been ready, and is neither connecting nor gone now.
 
         Only the numerics of such engines are compared.
         """
@@ -253,7 +253,7 @@ class Engine:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether the engine failed recently, and has as many requests as it may have for now."""
+        """Whether the engine failed recently, and has its current maximum number of requests."""
         limit = self.breaker.limit
         return limit is not None and self.inflight >= limit
 
@@ -316,7 +316,7 @@ class Engine:
 
     @property
     def available(self) -> int:
-        """Reported headroom minus the reservations that it may not reflect yet, in bytes."""
+        """Reported headroom in bytes, minus reservations that the report may not reflect yet."""
         return (self.headroom.headroom_bytes if self.headroom else 0) - self._credit.total
 
     @property
@@ -326,7 +326,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine is healthy and has no prompts left to prefill."""
+        """Whether the engine is healthy and has no prompts waiting for prefill."""
         return not self.backlog_tokens and self.health >= WELL
 
     @property
@@ -334,7 +334,7 @@ class Engine:
         return round(self._credit.prefill_pairs(self._reported_backlog))
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Return the prefill work queued ahead of a new prompt, in the unit of `balance.work`.
+        """Return the prefill work queued ahead of a new prompt, in units of one query-key pair.
 
         For prompts from other routers, only the total number of tokens is known. Their attention
         cost is therefore not included.
@@ -444,9 +444,9 @@ class Engine:
         return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Return how much of the engine is reserved for free, by one caller and by all together.
+        """Return how much of this engine is reserved but not paid for: by one caller, and by all.
 
-        Once the engine's reports include a request, its reservation no longer counts.
+        A reservation counts only until the engine's reports include its request.
         """
         return self._credit.held(holder), self._credit.held_by_all
 
@@ -479,7 +479,7 @@ class Engine:
         self.breaker.on_first_token(credit)
 
     def release(self, *credits: Credit) -> None:
-        """Release the reservations of requests that have ended, successfully or not."""
+        """Release the reservations of requests that have ended, whether or not they succeeded."""
         for credit in credits:
             self._credit.release(credit)
             self.breaker.on_end(credit)
@@ -527,7 +527,7 @@ class Engine:
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
 
     def _log_loss(self, reason: str) -> None:
-        """Log the loss of the engine, unless the last logged loss had the same reason."""
+        """Log why the engine was lost, unless the same reason has just been logged."""
         if reason != self._loss:
             is_refusal = any(words in reason for words in _CERTIFICATE_REFUSALS)
             level = logging.ERROR if is_refusal else logging.INFO

@@ -82,9 +82,9 @@ class Engines:
         self._lookups = PoolLookups(self._pools)
         self._task: asyncio.Task[None] | None = None
         self._relist = asyncio.Event()
-        """Set to request a DNS look-up soon."""
+        """Event that is set to request a DNS look-up soon."""
         self._resolved = asyncio.Event()
-        """Set when the first DNS look-up has finished."""
+        """Event that is set when the first DNS look-up has finished."""
 
         # The engines
         self._engines: dict[str, Engine] = {}
@@ -98,14 +98,11 @@ class Engines:
         self._declared_adapters: frozenset[str] | None = None
         """Adapters that engines will serve once their pool is woken, or None if not declared."""
         self._logged_values: dict[str, frozenset[str]] = {}
-        """The numerics settings that differed between engines when the difference was last logged.
-
-        Maps each setting to its values.
-        """
+        """For each numerics setting that differed when last logged, the engines' values."""
 
         # Derived from the engines, for decisions
         self._roster: Roster | None = None
-        """The cached roster, or None if an engine was added or removed or changed its state."""
+        """The cached roster, or None if engines were added or removed, or changed their state."""
         self._max_model_len: int | None = None
         self._expected_outputs: dict[Engine, int] = {}
         """Expected number of output tokens per answer, from each engine's last report."""
@@ -157,7 +154,7 @@ class Engines:
         return self._engines.get(key)
 
     def last(self, pool: str) -> Engine | None:
-        """Return a current engine of the pool, or else its last engine, or None if it had none."""
+        """Return any current engine of the pool, or else its last former engine, or None."""
         return next((e for e in self._known() if e.pool == pool and e.model), None)
 
     def _known(self) -> list[Engine]:
@@ -346,7 +343,7 @@ class Engines:
         }
 
     def differences(self) -> Differences:
-        """Return the settings in which the serving engines' numerics differ."""
+        """Return the numerics settings that differ between serving engines, with the values."""
         return differences(self.numerics())
 
     # Views for decisions
@@ -381,13 +378,13 @@ class Engines:
         return not adapter or adapter in self.roster.common_adapters
 
     def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
-        """Return how much memory to leave free for queued requests, in bytes by engine key.
+        """Return how many bytes to leave free for queued requests on each engine, by engine key.
 
-        If several claims apply to an engine, the smallest one is used.
+        If several entries of `claims` apply to an engine, the smallest one is used.
 
         Args:
-            claims: bytes that queued requests for an adapter need, by pool and adapter. They apply
-                to the engines in the pool that have the adapter.
+            claims: bytes that queued requests for an adapter need, by pool and adapter. An entry
+                applies to the engines in the pool that have the adapter.
         """
         sizes: dict[str, int] = {}
         for (pool, adapter), size in claims.items():
@@ -414,8 +411,9 @@ class Engines:
             model: the model that engines must serve.
             side: the side of the rollout.
             adapter: the adapter that engines must have, or empty for none.
-            with_trials: whether to offer an engine that has failed lately up to its limit. The
-                router learns from such requests only if it relays their answers itself.
+            with_trials: whether engines that failed recently may get requests, up to their limits.
+                This makes sense only for requests whose answers the router relays itself, because
+                it learns nothing from other requests.
         """
         now = time.monotonic()
         roster = self.roster
@@ -564,7 +562,7 @@ class Engines:
         return await self._models.load(described)
 
     def _fingerprints(self) -> set[str]:
-        """Return the fingerprints of all models in use by current or remembered engines."""
+        """Return the fingerprints of the models of current engines and of pools' last engines."""
         return {engine.model.fingerprint for engine in self._known() if engine.model}
 
     def has_another(self, engine: Engine) -> bool:
@@ -630,7 +628,7 @@ class Engines:
             self._relist.clear()
 
     async def _resolve(self) -> None:
-        """Add newly discovered engines, and close engines that have disappeared."""
+        """Look up all pools, add newly listed engines, and close those that have disappeared."""
         async for side, pool, addresses, is_complete in self._lookups.answers():
             # A failing name server must not cost a working engine.
             if is_complete:

@@ -143,7 +143,7 @@ class ReceiveBuffer:
         return len(self._events)
 
     def put(self, event: Event, kind: str | None) -> None:
-        """Add a response, where `kind` names the field that is set in its `event` oneof."""
+        """Add a response. `kind` names the field that is set in the response's `event` oneof."""
         self._waiting_since = math.inf
         if kind == "delta":
             self._events.append((event, event.delta))
@@ -227,7 +227,7 @@ class ReceiveBuffer:
         return event
 
     def _merge(self, event: Event, first: inference_pb2.Delta) -> Event:
-        """Merge an event with the deltas of the same sample that directly follow it."""
+        """Merge an event with the buffered deltas of the same sample that directly follow it."""
         tokens = first.num_tokens
         merged = [event]
         for following, delta in self._events:

@@ -51,10 +51,12 @@ class StreamLoss:
         self._counted: set[str] = set()
 
     def is_first(self, account: str) -> bool:
-        """Count the loss for a purpose, and return whether this is the first time.
+        """Return whether this is the first call for `account`.
+
+        The callers thereby count the loss only once for each account.
 
         Args:
-            account: the purpose, such as `breaker` or `retries`.
+            account: what the loss is counted for, such as `breaker` or `retries`.
         """
         is_first = account not in self._counted
         self._counted.add(account)
@@ -353,7 +355,7 @@ def _is_being_cancelled() -> bool:
 
 
 def _error(status: bytes) -> ServiceError | None:
-    """Return the error that a serialised gRPC status represents, or None for OK."""
+    """Return the error that a serialised gRPC status contains, or None if the status is OK."""
     parsed = status_pb2.Status.FromString(status)
     return from_status(parsed) if parsed.code else None
 

@@ -60,7 +60,7 @@ class ReportSequence:
         return "gap" if missed else "next"
 
     def on_worker_restarts(self, worker_restarts: int) -> None:
-        """Count the worker restarts that are new in an accepted report.
+        """Count the worker restarts that have happened since the previous accepted report.
 
         Args:
             worker_restarts: number of worker restarts since the engine's server started.

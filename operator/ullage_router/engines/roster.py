@@ -41,7 +41,7 @@ class DrawGroup(Generic[T]):
     """Each idle engine's index in the list `idle`."""
 
     def set_idle(self, engine: T, is_idle: bool) -> None:
-        """Add an engine to `idle` or remove it, in constant time."""
+        """Add an engine to the list `idle`, or remove it, in constant time."""
         place = self.places.pop(engine, None)
         if is_idle:
             self.places[engine] = len(self.idle) if place is None else place

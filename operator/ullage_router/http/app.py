@@ -134,7 +134,7 @@ class _SmallPages:
         return {"status": "alive"}
 
     async def readyz(self, request: Request, reply: Reply) -> None:
-        """Answer 200 if requests are served, and 503 otherwise."""
+        """Answer 200 if the router is ready for requests, and 503 otherwise."""
         if self._service.is_ready:
             await _json(reply, HTTPStatus.OK, {"status": "ready"})
             return
@@ -198,7 +198,7 @@ def _get(endpoint: Endpoint) -> dict[str, Endpoint]:
 
 
 def _page(make: Page) -> Endpoint:
-    """Return an endpoint that replies with the JSON that `make` returns."""
+    """Return an endpoint that calls `make` for each request and replies with its result as JSON."""
 
     async def endpoint(request: Request, reply: Reply) -> None:
         await _json(reply, HTTPStatus.OK, make(request))

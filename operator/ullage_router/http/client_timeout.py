@@ -10,7 +10,7 @@ MIN_S = 0.1
 
 
 def time_limit_s(headers: Mapping[str, str], longest_s: float) -> float:
-    """Return the time limit of a request, seconds from its arrival to its last token.
+    """Return a request's time limit: seconds from its arrival to its last token.
 
     Args:
         headers: the request's headers, with lower-case names.

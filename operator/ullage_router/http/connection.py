@@ -31,7 +31,7 @@ MAX_PIPELINED = 16
 PARSED_BYTES = 4 << 10
 """Maximum bytes passed to the parser at a time. More bytes could contain many requests."""
 WRITE_BUFFER_BYTES = 16 << 10
-"""Number of unsent reply bytes above which sending waits for the client to read.
+"""Number of unsent reply bytes above which a sender waits until the client has read more.
 
 This process and the kernel may each buffer this many bytes.
 """
@@ -297,7 +297,7 @@ class HTTPConnection(HttpToolsProtocol):
     # The server's calls.
 
     def leave(self) -> None:
-        """Close after the next reply, which carries `connection: close`.
+        """Close the connection after the next reply, which carries `connection: close`.
 
         An idle connection stays open, because a request may already be in transit.
         """
@@ -359,7 +359,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.transport.write(data)
 
     def is_closing(self) -> bool:
-        """Return whether the connection has stopped accepting replies."""
+        """Return whether the connection is closing, so that no more replies can be written."""
         return self._is_closing
 
     def close(self) -> None:
@@ -453,8 +453,9 @@ class HTTPConnection(HttpToolsProtocol):
     def _withdraw_upgrade(self) -> None:
         """Parse a request head again without its Upgrade headers.
 
-        After a head with an Upgrade header, the parser expects the other protocol. A client
-        that merely offers HTTP/2, such as Java's, instead continues with its HTTP/1.1 body.
+        After a head with an Upgrade header, the parser expects the protocol that the header names.
+        A client that merely offers HTTP/2, such as Java's, instead continues with its HTTP/1.1
+        body.
         """
         method = self.parser.get_method()
         version = self.parser.get_http_version().encode()
@@ -611,7 +612,7 @@ class HTTPConnection(HttpToolsProtocol):
 def _tune(sock: socket.socket) -> None:
     """Set socket options so that tokens are sent immediately and the kernel buffers little data.
 
-    The remaining unsent bytes stay in this process, where their number is capped.
+    The remaining unsent bytes stay in this process, which limits how many there may be.
     """
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

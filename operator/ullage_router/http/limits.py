@@ -51,13 +51,13 @@ class HTTPLimits:
 class BodyRoom:
     """Memory budget for request bodies, shared by all connections of a server.
 
-    A body counts until it has been converted to a prompt.
+    A body counts against the budget until it has been converted to a prompt.
     """
 
     limit: int
     """Maximum total size of all bodies, in bytes. One tenant gets at most half of this."""
     taken: int = 0
-    """Number of bytes in use."""
+    """Number of bytes that are currently reserved."""
     long_bodies: LongBodies = field(default_factory=LongBodies)
     """Limits how many long bodies are received at a time."""
     handled: LongBodies = field(
@@ -65,10 +65,10 @@ class BodyRoom:
     )
     """Limits how many long bodies are converted to prompts at a time."""
     _of_tenants: dict[str, int] = field(default_factory=dict)
-    """Number of bytes in use, by tenant."""
+    """Number of bytes that are currently reserved for each tenant's bodies."""
 
     def take(self, size: int, tenant: str) -> bool:
-        """Reserve `size` bytes if they are free, and return whether they were reserved."""
+        """Reserve `size` bytes if the tenant may have them. Return True if they were reserved."""
         of_tenant = self._of_tenants.get(tenant, 0) + size
         if self.taken + size > self.limit or (tenant and of_tenant > self.limit // 2):
             return False

@@ -40,7 +40,7 @@ class BodyTurn:
     """Maximum size of the body in bytes."""
     tenant: str
     idle_s: float = 0.0
-    """Seconds spent waiting for the client so far, reduced by each byte that has arrived."""
+    """Seconds spent waiting for the client so far, minus a credit for each byte received."""
     idle_since: float | None = None
     """Start of the current wait for the client, on the event loop's clock. None if not waiting."""
     timeout: asyncio.Timeout | None = None
@@ -53,7 +53,10 @@ class BodyTurn:
         return self.idle_since + max(0.0, IDLE_TIMEOUT_S - self.idle_s)
 
     def add(self, num_bytes: int) -> None:
-        """Credit received bytes against past waiting time, but not against future waiting time."""
+        """Reduce the recorded waiting time in proportion to the bytes received.
+
+        The waiting time never becomes negative, so a fast start does not excuse later delays.
+        """
         self.idle_s = max(0.0, self.idle_s - num_bytes / MIN_BYTES_PER_S)
 
     def lose(self) -> None:
@@ -67,8 +70,8 @@ class LongBodies:
     """Grants long bodies their turns, round-robin among tenants and in order within a tenant.
 
     Args:
-        limit: Maximum bytes of all granted turns.
-        tenant_limit: Maximum bytes of one tenant's granted turns.
+        limit: Maximum total bytes of all granted turns.
+        tenant_limit: Maximum total bytes of one tenant's granted turns.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class LongBodies:
 
     @contextlib.contextmanager
     def awaited(self, turn: BodyTurn, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Count the time spent in the `with` block as waiting for the body's client.
+        """Record the time spent in the `with` block as time spent waiting for the client.
 
         Args:
             turn: The turn of the body.
@@ -183,10 +186,10 @@ class LongBodies:
             slow.lose()
 
     def _in_the_way(self) -> Iterator[BodyTurn]:
-        """Yield the turns that block waiting bodies.
+        """Yield the turns that prevent waiting bodies from getting a turn.
 
-        These are the turns of tenants with waiting bodies, or all turns if the total limit is
-        reached.
+        These are the turns of tenants that also have waiting bodies. If a waiting body does not fit
+        in the total limit, all turns are yielded.
         """
         waiting = {tenant: queue[0][0].size for tenant, queue in self._waiting.items()}
         is_full = any(self._taken.total() + size > self._limit for size in waiting.values())

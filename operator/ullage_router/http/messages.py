@@ -78,9 +78,9 @@ class Request:
         self._has_failed = False
         self._taken_bytes = 0
         self._turn: BodyTurn | None = None
-        """The current turn of a long body to be received, if any."""
+        """The turn in which a long body is received, or None."""
         self._handled: BodyTurn | None = None
-        """The current turn of a long body to be converted to a prompt, if any."""
+        """The turn in which a long body is converted to a prompt, or None."""
         self._tenant = ""
 
     @property
@@ -133,7 +133,7 @@ class Request:
             self._handled = None
 
     def release(self) -> None:
-        """Release the memory reserved for a body that is no longer needed."""
+        """End any turn of the body, and release the memory reserved for the body."""
         self.end_turn()
         self._room.give_back(self._taken_bytes, self._tenant)
         self._taken_bytes = 0

@@ -37,7 +37,7 @@ Page = Callable[[], Awaitable[tuple[str, bytes]]]
 
 
 class Pages:
-    """Answers every request with one of the pages. Unknown paths return /metrics.
+    """Serves the pages on the metrics port. Unknown paths get the same response as /metrics.
 
     Args:
         pages: The pages by path.

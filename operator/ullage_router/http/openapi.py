@@ -166,7 +166,7 @@ class ProcessStatus(answers.Answer, frozen=True, kw_only=True):
 
 
 class Overloading(answers.Answer, frozen=True, kw_only=True):
-    """The response to a request that started an overload."""
+    """The response to a request that starts a test overload."""
 
     prefix: str
     """Prefix of the overload's request ids."""
@@ -318,7 +318,7 @@ class Schemas:
         return schema
 
     def _complete(self, name: str) -> None:
-        """Replace the schemas of a structure's fields whose declared types are too imprecise.
+        """Correct the schemas of those fields of a structure whose Python types are too imprecise.
 
         These are fields that are decoded later, and unsupported fields.
         """

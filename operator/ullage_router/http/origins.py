@@ -143,7 +143,7 @@ def _preflight_headers(request: Request) -> Headers:
 
 
 def _names_of(wanted: str) -> str:
-    """Return a comma-separated list of header names without the invalid names."""
+    """Return the valid names in a comma-separated list of header names, as such a list."""
     names = (name.strip().lower() for name in wanted.split(","))
     return ", ".join(n for n in names if n and n.replace("-", "").replace("_", "").isalnum())
 

@@ -29,7 +29,7 @@ from ullage_router.call import (
 )
 
 JOIN_S = 1.0
-"""Minimum seconds that a generation stays open for requests to join before its first token."""
+"""Minimum time in seconds for which other requests may join a generation without a first token."""
 MAX_LOG_BYTES = 1 << 20
 """Maximum size in bytes of the event log that is kept for late joiners and slow readers.
 
@@ -163,10 +163,10 @@ class SharedGeneration:
 
     @property
     def is_joinable(self) -> bool:
-        """Return whether another request may join the generation.
+        """Return whether a new request may join the generation.
 
-        Joining is allowed only if the request still gets the complete answer, about as early as it
-        would from a generation of its own.
+        The request must still be able to get the complete answer, about as early as it would from a
+        generation of its own.
         """
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None

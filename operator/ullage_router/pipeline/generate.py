@@ -50,7 +50,7 @@ therefore used up its time, whereas an earlier TIMEOUT means that the engine sta
 _NO_ENGINE = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, *errors.OF_THE_ROUTER}
 )
-"""Statuses of failures that are not the request's fault, so the client may retry."""
+"""Statuses of failed attempts that are not the request's fault. The client may retry."""
 
 
 class EngineSender:
@@ -115,7 +115,7 @@ class EngineSender:
                 call.decisions.add_step("engine", error.reason, degraded=call.prompt.degraded)
 
     async def try_once(self, call: Call) -> ResponseStream:
-        """Run the request on a canary engine that has free memory right now, without retrying.
+        """Run the request on a canary engine if one has free memory now. Failures are not retried.
 
         Raises:
             ServiceError: the request is refused, or the engine failed.
@@ -135,7 +135,7 @@ class EngineSender:
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
         """Return whether to retry a failed request on another engine.
 
-        If the failure was the engine's fault, the retry is taken from the retry budget.
+        If the failure was the engine's fault, the retry is charged to the retry budget.
         """
         breakages = sum(failure.reason in BREAKAGES for failure in failures)
         is_enough = len(failures) >= MAX_ENGINE_FAILURES or breakages >= MAX_BREAKAGES
@@ -285,7 +285,7 @@ class Generation:
     def _is_out_of_time(self, failure: ServiceError) -> bool:
         """Return whether an answer that could not be resumed in time should end with a timeout.
 
-        It then keeps the tokens generated so far. Otherwise, the client gets an error.
+        If so, the client keeps the tokens that were generated. Otherwise, the client gets an error.
         """
         has_tokens = self._progress.num_tokens > 0
         return has_tokens and failure.reason in (errors.ENGINE_LOST, errors.ENGINE_SILENT)
@@ -402,7 +402,7 @@ class _OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._deadline.token_timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Return a final event if the answer merely hit its time limit, or else raise the error."""
+        """Return a final event if only the time limit has passed. Otherwise, raise an error."""
         engine = self._reservation.engine
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if not engine.is_silent:
@@ -504,7 +504,7 @@ def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinishe
 
 
 def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> ServiceError:
-    """Return the error that the client gets when no engine could serve the request."""
+    """Return the error that the client gets once the router stops trying engines."""
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.deadline(timeout_s)
     if error.code in _NO_ENGINE:

@@ -102,7 +102,10 @@ class RequestStages:
             raise errors.deadline(deadline.token_timeout_s) from error
 
     async def _opened(self, call: Call) -> ResponseStream:
-        """Let requests with equal idempotency keys share an answer, and run the cascade, if any."""
+        """Answer the request, or share the answer of an earlier one with the same idempotency key.
+
+        The request goes to the cascade if one is configured, or else to this service's engines.
+        """
         optional = self._optional
         if optional.rollout:
             optional.rollout.refuse_when_stopped()
@@ -135,7 +138,7 @@ class RequestStages:
         return await self._charged(rendered)
 
     async def _charged(self, call: Call) -> ResponseStream:
-        """Charge the tenant, then join or start a generation."""
+        """Charge the tenant, then start a generation or join one for an identical request."""
         call.tenant.charge(len(call.prompt.token_ids), self._expected_output(call))
         coalescer = self._optional.coalescer
         if coalescer is not None:
@@ -184,7 +187,7 @@ class RequestStages:
         return prompt
 
     def _expected_output(self, call: Call) -> int:
-        """Return how many output tokens to charge in advance for all of the request's answers."""
+        """Return how many output tokens to charge in advance, in total for all answers."""
         if call.request.embed:
             return 0
         limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)

@@ -79,11 +79,11 @@ class _Holder:
         self._is_waiting = False
 
     async def end(self) -> None:
-        """Cancel the request, and wait up to `MAX_WAIT_S` seconds until it has ended.
+        """Cancel the request, and wait for up to `MAX_WAIT_S` seconds until it has ended.
 
-        The engine stops immediately. The request also ends immediately if its task is waiting for
-        the answer. Otherwise, for example while a slow client is reading, the request ends the next
-        time its task reads from the answer.
+        The engine stops generating immediately. The request also ends immediately if its task is
+        waiting for the answer. Otherwise, for example while a slow client is reading, the request
+        ends the next time its task reads from the answer.
         """
         self._is_replaced = True
         if self._is_waiting:
@@ -96,7 +96,7 @@ class _Holder:
 
     @contextlib.contextmanager
     def cancellable(self) -> Iterator[None]:
-        """Allow cancellation in the `with` block, while the request's task waits for the answer.
+        """Let `end` cancel the request's task inside the `with` block, where it awaits the answer.
 
         Raises:
             ServiceError: a later request replaced this request.
@@ -152,7 +152,7 @@ class _ReplaceableStream:
 
 
 def checked_key(header: str, key: str) -> str:
-    """Return the key from a request header, after checking its length."""
+    """Return the key if it is not too long. Otherwise, raise an error that names the header."""
     if len(key) > MAX_KEY_CHARACTERS:
         message = f"{header} has {len(key)} characters; send at most {MAX_KEY_CHARACTERS}"
         raise invalid(header, message)

@@ -154,7 +154,10 @@ class Takeover:
     async def _take_over(
         self, lost: Reservation, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
-        """Try engines until one of them resumes the answer, or give up after too many losses."""
+        """Try one engine after another until one of them resumes the answer.
+
+        Give up after too many losses.
+        """
         progress = self._progress
         while True:
             self._losses.add(error, progress)
@@ -197,7 +200,7 @@ class Takeover:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _try_once(self) -> tuple[Reservation, EngineStream] | None:
-        """Try to resume the answer on one engine, or return None if no engine accepts it now.
+        """Resume the answer on one engine, or return None if no engine can take it now.
 
         Raises:
             _SuspectThere: the engine is already running another request that may have crashed
@@ -264,7 +267,7 @@ def _is_refusal(error: ServiceError) -> bool:
 
 
 def _cause_of(error: ServiceError) -> str:
-    """Return the cause of an engine's loss, as a metric label."""
+    """Return why an engine was lost, as the value of a metric label."""
     if error.reason in BREAKAGES:
         return "worker"
     if error.reason in errors.LEAVING:

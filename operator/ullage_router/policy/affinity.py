@@ -114,7 +114,7 @@ class Table:
         return self._len
 
     def first(self, tenant: str, keys: Iterable[int], is_usable: Callable[[str], bool]) -> str:
-        """Look up keys in order, and return the first usable engine (empty if none is found)."""
+        """Return the first usable engine that one of the keys maps to (empty if there is none)."""
         engines = self._tenants.get(tenant)
         if engines:
             for key in keys:
@@ -145,8 +145,8 @@ class Table:
     def _make_room(self) -> None:
         """Evict the least recently used entry of a tenant that uses more than an equal share.
 
-        Such a tenant exists, because the table exceeds its maximum size. Tenants within their share
-        move to the back, so that the next search starts at the tenant found this time.
+        At least one tenant does, because the table exceeds its maximum size. Tenants that do not
+        are moved to the end of the order, so that the next search does not begin with them again.
         """
         share = self._size // len(self._tenants)
         while len(self._tenants[tenant := next(iter(self._tenants))]) <= share:

@@ -74,7 +74,7 @@ def critical_path(
     """Return the critical path: the total prefill work of the busiest engine.
 
     Args:
-        placement: for each task, the key of the engine it is assigned to.
+        placement: key of the engine to which each task is assigned, in the order of `tasks`.
     """
     total = {engine.id: engine.work for engine in engines}
     for task, key in zip(tasks, placement, strict=True):

@@ -53,9 +53,12 @@ class CircuitBreaker:
         self.limit: int | None = None
         """Maximum number of concurrent requests, or None if the engine has recovered."""
         self._outcomes = deque[bool](maxlen=WINDOW)
-        """Whether the latest requests failed, oldest first."""
+        """For each of the latest requests, whether it failed. Oldest first."""
         self._trials: dict[object, bool] = {}
-        """Running requests that were sent under the limit, and whether they have raised it."""
+        """Running requests that were sent while `limit` was in force, which are called trials.
+
+        The value is whether the trial has already raised the limit.
+        """
 
     @property
     def failures(self) -> int:
@@ -96,7 +99,10 @@ class CircuitBreaker:
             self._probe = request
 
     def on_first_token(self, request: object) -> None:
-        """Close the breaker if the probe got its first token, and raise the limit for a trial."""
+        """Close the breaker if the request is the probe, and raise the limit if it is a trial.
+
+        A trial is a request that was sent while the limit was in force.
+        """
         self._raise_limit(request)
         if request is self._probe:
             self._until = None
@@ -104,7 +110,10 @@ class CircuitBreaker:
             self._failures = self._section.failures - 1
 
     def on_success(self, request: object) -> None:
-        """Clear the failures in a row after a complete answer."""
+        """Record that a request succeeded, and reset the count of consecutive failures.
+
+        Unless the breaker is closed, only a success of the probe resets the count.
+        """
         if self._counts(request):
             self._outcomes.append(False)
         self._raise_limit(request)
@@ -116,8 +125,8 @@ class CircuitBreaker:
     def on_failure(self, request: object, now: float) -> bool:
         """Count a failure of the engine, and return whether it opened the breaker.
 
-        While the breaker is not closed, only a failure of the probe opens it again. A failure of
-        any trial lowers the limit.
+        While the breaker is open or half-open, only a failure of the probe opens it again. If the
+        request was sent while the limit was in force, its failure resets the limit to 1.
         """
         if self._counts(request):
             self._outcomes.append(True)
@@ -142,11 +151,15 @@ class CircuitBreaker:
             self._probe = None
 
     def _counts(self, request: object) -> bool:
-        """Return whether a request's outcome says anything about the engine as it is now."""
+        """Return whether a request's outcome is recorded.
+
+        While the limit is in force, requests that were sent earlier are ignored, because they say
+        nothing about the engine's current condition.
+        """
         return self.limit is None or request in self._trials
 
     def _raise_limit(self, request: object) -> None:
-        """Double the limit, once for each trial."""
+        """Double the limit if the request is a trial that has not raised it before."""
         if self.limit is None or self._trials.get(request, True):
             return
         self._trials[request] = True

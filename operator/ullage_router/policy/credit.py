@@ -18,7 +18,7 @@ from ullage_router.policy.balance import pairs
 REPORTS_AFTER_ACCEPTED = 2
 """Number of memory reports to await after Accepted before a request's reservation ends."""
 SPARE_LIMITS = 64
-"""Number of excess entries in the heap of step limits that triggers a purge of stale entries.
+"""Slack in the size of the heap of step limits, before stale entries are purged.
 
 The entries of ended requests are purged once the heap has more entries than this plus twice the
 number of requests in flight.
@@ -70,7 +70,7 @@ class Held(NamedTuple):
     """Number of prompt tokens."""
 
     def plus(self, credit: Credit, sign: int = 1) -> "Held":
-        """Return the totals after adding a reservation, or removing it if `sign` is -1."""
+        """Return the totals with a reservation added, or with it subtracted if `sign` is -1."""
         return Held(
             self.requests + sign,
             self.size + sign * credit.size,
@@ -110,9 +110,9 @@ class CreditBook:
 
         # Every decision needs these sums, so they are maintained instead of computed.
         self._unsure = PromptSums()
-        """Totals of the prompts that the last report may not include."""
+        """Totals of the unfinished prompts that the last report may not include."""
         self._sure = PromptSums()
-        """Totals of the prompts that the last report is certain to include."""
+        """Totals of the unfinished prompts that the last report certainly includes."""
 
         self._held: dict[str, Held] = {}
         self.held_by_all = NOTHING_HELD

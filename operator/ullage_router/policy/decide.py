@@ -86,17 +86,17 @@ def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPo
 def decide_among(
     facts: RequestFacts, sample: Sequence[EngineView], policy: RoutingPolicy
 ) -> Run | None:
-    """Try to place a request by looking at only a sample of the engines.
+    """Decide to run a request on one of a sample of the engines, or return None.
 
     This is a fast path for the common case in which the request fits in its home pool unchanged.
 
     Args:
         sample: usable engines of the first pool, and of the large pool if there is one. A pool
-            without a usable engine is represented by any of its engines.
+            without a usable engine is represented by any one of its engines.
 
     Returns:
-        A decision to run the request, or None if the sample is not enough. In that case, the
-        caller must call `decide` with every engine.
+        A decision to run the request, or None if the sample does not suffice for a decision. The
+        caller must then call `decide` with all engines.
     """
     able = [e for e in sample if room_of(facts, e) >= facts.min_tokens]
     if not able:
@@ -335,9 +335,9 @@ class _LadderRun:
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
         """Return the request's bytes on each engine to which the prefill window may move it.
 
-        The prefill window rebalances prompts over the engines. A prompt that will be computed soon
-        or is cached gains nothing from moving, so the result is empty. The result is also empty if
-        other requests wait for the chosen engine.
+        The prefill window rebalances prompts over the engines. The result is empty if the prompt
+        will be computed soon or is cached, because moving it would gain nothing. It is also empty
+        if other requests are waiting for the chosen engine.
         """
         is_soon = not 0 < self.policy.prefill.window <= engine.backlog_s
         if is_soon or engine.id == self.facts.preferred or engine.id in self.facts.claimed:
@@ -570,6 +570,6 @@ def _busy(reason: str, demand: Demand, available: int, retry_s: int) -> str:
 
 
 def _fewest(facts: RequestFacts, policy: RoutingPolicy) -> int:
-    """Return the minimum number of prompt tokens to keep when turns are dropped."""
+    """Return the minimum number of prompt tokens that must remain when turns are dropped."""
     kept = 1 - policy.rungs.shrink_context.max_dropped_share
     return max(1, math.ceil(facts.prompt_tokens * kept))

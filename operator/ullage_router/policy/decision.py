@@ -95,7 +95,7 @@ class Decision(msgspec.Struct, frozen=True):
     predicted_bytes: int | None = None
     """Predicted KV bytes of the request, or None before the prediction."""
     available_bytes: int | None = None
-    """KV bytes available on the engine, or on the pool's freest engine. None if unknown."""
+    """KV bytes available on the chosen engine or the pool's freest one, or None if unknown."""
     degraded: tuple[str, ...] = ()
     """Changes that were made to the request, such as `max_tokens=64`."""
     trail: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Decision(msgspec.Struct, frozen=True):
     attempts: tuple[Attempt, ...] = ()
     """Cascade steps that were tried."""
     coalesced_with: str = ""
-    """Id of the request that shares its generation with this one (empty if nothing is shared)."""
+    """Id of the earlier request whose answer this request shares (empty if it shares none)."""
 
     @property
     def lowered_limit(self) -> str:

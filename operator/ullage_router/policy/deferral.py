@@ -1,11 +1,11 @@
-"""Remembers refused requests until their Retry-After is over.
+"""Remembers refused requests until their Retry-After expires.
 
 All requests in a refused burst see the same forecast. If all clients retried as soon as the first
 request fits, most would be refused again. Clients that were refused earlier therefore go first:
 each Retry-After accounts for the memory that all previously refused requests need.
 
 No memory is reserved. A request that arrives and fits runs immediately. A refused request that is
-not retried is forgotten when its Retry-After is over.
+not retried is forgotten when its Retry-After expires.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Deferred(NamedTuple):
-    """The pool, tenant and priority by which refused requests are grouped."""
+    """The key by which refused requests are grouped: pool, tenant and priority."""
 
     pool: str
     tenant: str
@@ -31,7 +31,7 @@ class DeferralBook:
         self._sizes: dict[Deferred, int] = {}
         self._weights: dict[str, float] = {}
         self._due: dict[int, dict[Deferred, int]] = {}
-        """Bytes needed by refused requests, by the second when Retry-After ends, then by group."""
+        """Bytes that refused requests need, by the second when Retry-After expires and by group."""
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -42,7 +42,7 @@ class DeferralBook:
         Args:
             weight: weight of the request's tenant.
             size: bytes of KV memory that the request needs.
-            due: time at which the request's Retry-After is over.
+            due: time at which the request's Retry-After expires.
         """
         if size <= 0:  # a request of a model without KV waits for nothing
             return
@@ -52,7 +52,7 @@ class DeferralBook:
         self._weights[kind.tenant] = weight
 
     def expire(self, now: float) -> None:
-        """Remove requests whose Retry-After is over.
+        """Remove requests whose Retry-After has expired.
 
         Requests that were retried are counted in the queue instead.
         """
@@ -83,7 +83,7 @@ class DeferralBook:
         return ahead
 
     def returns(self, pool: str, now: float) -> Mapping[int, int]:
-        """Return the bytes needed by a pool's refused requests, by whole seconds until retry."""
+        """Return the bytes that a pool's refused requests need, by whole seconds until retry."""
         result: dict[int, int] = {}
         for second, sizes in self._due.items():
             after_s = math.floor(second - now)
@@ -106,7 +106,7 @@ class Deferrals(NamedTuple):
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:
-        """Return the bytes needed by a pool's refused requests, by whole seconds until retry."""
+        """Return the bytes that a pool's refused requests need, by whole seconds until retry."""
         return self.book.returns(pool, self.now)
 
 

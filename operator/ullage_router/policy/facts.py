@@ -64,7 +64,7 @@ class EngineView(msgspec.Struct, frozen=True):
     pool: str
     standing: EngineState
     available: int
-    """Reported headroom in bytes, minus the reservations of requests the report may not include."""
+    """Reported headroom in bytes, minus reservations that the report may not include yet."""
     capacity: int
     """Size of the KV pool in bytes."""
     profile: MemoryProfile

@@ -136,8 +136,8 @@ class _Level:
     def _rest(self, tenant: str, flow: _Flow) -> None:
         """Forget a tenant that has no more requests, unless it got more than its share.
 
-        In that case, its tag is kept until others catch up. Otherwise, the tenant could rejoin
-        with a smaller tag.
+        In that case, its tag is kept until the virtual time has reached the tag. Otherwise, the
+        tenant could rejoin with a smaller tag.
         """
         if flow.tag > self._now:
             self._idle.add((flow.tag, tenant))

@@ -180,7 +180,7 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
 
 
 def _has_place(engine: EngineView, load: int) -> bool:
-    """Return whether the load fits in a batch and keeps steps fast enough for all requests."""
+    """Return whether this load fits in a batch, with steps short enough for all requests."""
     is_full = bool(engine.max_sequences) and load > engine.max_sequences
     return not is_full and engine.step_s(load) <= engine.step_limit_s
 
@@ -188,7 +188,7 @@ def _has_place(engine: EngineView, load: int) -> bool:
 def _slack_s(
     engine: EngineView, load: int, wait_s: float, prompt: int, output: int, limits: TimeLimits
 ) -> float:
-    """Return how much longer the request could wait, in seconds (negative if it would be late).
+    """Return how many more seconds the request could wait (negative if it would be late).
 
     Args:
         load: number of requests on the engine after the wait, including this one.

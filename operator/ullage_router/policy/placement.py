@@ -61,7 +61,7 @@ def price_on(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand
 
 
 def pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy) -> EngineView:
-    """Pick the engine with the prefix cached, unless a randomly drawn one has far fewer requests.
+    """Pick the engine that has the prefix cached, unless a random other has far fewer requests.
 
     Args:
         fits: engines that have room for the request, at least one.

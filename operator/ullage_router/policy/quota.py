@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 MINUTE_S = 60.0
 ROUNDING = 1e-6
-"""Largest shortfall that is ignored, because refilling causes rounding errors of this size."""
+"""Largest shortfall of a bucket that is ignored, since rounding while refilling can cause it."""
 
 Limit = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
 

@@ -51,7 +51,7 @@ def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | No
 
 
 def _alone_s(engine: EngineView, needed: int) -> float:
-    """Return the seconds until one engine has enough memory and its prefill backlog is done."""
+    """Return the predicted seconds until this engine has enough memory and no prefill backlog."""
     return max(release_s(engine.available, engine.releases, needed), engine.backlog_s)
 
 
@@ -160,7 +160,7 @@ class RetryBudget:
         return self._tokens
 
     def on_request(self) -> None:
-        """Add the fraction of a token that each request contributes."""
+        """Add the fraction of a token that each new request contributes to the bucket."""
         self._tokens = min(self._section.burst, self._tokens + self._section.share)
 
     def take(self, now: float) -> bool:

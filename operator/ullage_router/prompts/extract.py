@@ -24,9 +24,9 @@ MAX_SENTENCES = 4000
 FACT_WEIGHT = 4.0
 """Weight of a new fact. A new word that occurs in n sentences has the weight log(1 + n)."""
 LENGTHS = (0.3, 0.5, 0.7)
-"""Lengths of an extract to try, as fractions of the turns' length.
+"""Lengths of an extract to try, as fractions of the turns' total length.
 
-The shortest extract that keeps enough facts is used.
+The first, and thus shortest, extract that keeps enough facts is used.
 """
 _BLOCK = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1[^\n]*$|\Z)", re.DOTALL | re.MULTILINE)
 _END = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"')\]]*+\s++|\n++")
@@ -35,7 +35,7 @@ _WORD = re.compile(r"\w++")
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A sentence that is a candidate for the summary."""
+    """A sentence that may be chosen for the extract."""
 
     turn: int
     text: str
@@ -57,7 +57,7 @@ def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
 
 
 def extract(turns: Sequence[Turn], fact_share: float) -> str:
-    """Return the shortest extract that keeps at least `fact_share` of the facts (empty if none)."""
+    """Return the shortest extract with at least `fact_share` of the facts (empty if none has)."""
     facts = key_facts(as_text(turns))
     size = num_characters(turns)
     for length in LENGTHS:
@@ -96,12 +96,12 @@ def _prose(text: str) -> Iterator[str]:
 
 
 def _words(text: str) -> Iterator[str]:
-    """Yield a text's numbers and any words long enough to be meaningful, whatever the language."""
+    """Yield a text's numbers, and words of more than three characters, in lower case."""
     return (word for word in _WORD.findall(text.lower()) if len(word) > 3 or word.isdigit())
 
 
 def _chosen(turns: Sequence[Turn], sentences: Sequence[Sentence], budget: int) -> list[int]:
-    """Return the indices of the sentences in an extract of at most `budget` characters."""
+    """Return the indices of the sentences to extract, within `budget` characters in total."""
     counts = Counter(word for sentence in sentences for word in sentence.words)
     taken_words: set[str] = set()
     taken_facts: set[str] = set()

@@ -60,7 +60,7 @@ def to_text(text: str) -> str:
 
 
 def _markup(page: "_Page", text: str, start: int) -> int:
-    """Process the markup that begins with the `<` at `start`, and return the index of its end."""
+    """Process the markup that starts at index `start`. Return the index after its end."""
     for opening, closing in (("<!--", "-->"), ("<!", ">"), ("<?", ">")):
         if text.startswith(opening, start):
             end = text.find(closing, start + len(opening))

@@ -29,7 +29,7 @@ SAMPLE = 'Ab "\\<&>\n \u00e9'
 Filters that change case, escape JSON or HTML, or trim whitespace would alter this sample.
 """
 TEXTS = ("content", "reasoning_content", "thinking")
-"""Fields of a turn that may be long and that no other turn refers to."""
+"""Fields of a turn that may hold long texts, and that no other turn refers to."""
 MOST_FILLING = 4096
 """Maximum padding of a placeholder, in characters.
 
@@ -68,7 +68,7 @@ def _as_json(text: str) -> str:
 
 
 class _TooLarge(Exception):
-    """The outline would not be much shorter than the conversation."""
+    """Raised if the outline would not be much shorter than the conversation."""
 
 
 class Outline:
@@ -98,7 +98,7 @@ class Outline:
         return [self._turn(turn, place) for place, turn in enumerate(turns)]
 
     def written(self, prompt: str) -> Iterator[Stretch]:
-        """Yield once each stretch whose placeholder is unchanged in the rendered outline."""
+        """Yield each stretch once if its placeholder is unchanged in the rendered outline."""
         places = set[int]()
         for match in re.finditer(f"Pq{self._nonce}n(\\d+)z", prompt):
             place = int(match[1])

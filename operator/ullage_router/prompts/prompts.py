@@ -34,7 +34,7 @@ CHARACTER_BYTES = 8
 MAX_CHARACTERS_PER_TOKEN = 64
 """Maximum input characters per token of context length. Typical text has a sixteenth of this."""
 MAX_CONTEXTS = 16
-"""Maximum length of conversations whose turns may be dropped, in multiples of the context."""
+"""Maximum length of a conversation with droppable turns, in multiples of the context length."""
 COUNTED_CONTEXTS = 4
 """Multiple of the context length up to which an overlong text's tokens are counted.
 
@@ -219,10 +219,10 @@ class PromptBuilder:
     def _read(
         self, model: Model, request: inference_pb2.GenerateRequest
     ) -> tuple[tuple[Turn, ...], ToolUse, int]:
-        """Check the sizes of the messages, and convert them to turns.
+        """Convert the messages to turns, and refuse them if they are far too large.
 
         Returns:
-            The turns, how tools are used, and the total number of characters of both.
+            The turns, the conversation's use of tools, and the total number of characters.
         """
         messages = request.messages
         self._check_whole(_num_characters(messages))
@@ -309,7 +309,7 @@ def _check_calls(messages: inference_pb2.Messages) -> None:
 
 
 def _arguments(model: Model, text: str, is_cascade: bool) -> Mapping[str, Any]:
-    """Return the variables for the chat template, or none for a model without a template."""
+    """Return the variables for the chat template (empty for a model without a template)."""
     if not text or model.template is None:
         return {}
     return read_arguments(text, model.template, "chat_template_kwargs", is_cascade)

@@ -41,9 +41,10 @@ class SummarizedHistory:
 
 
 def oldest(turns: Sequence[Turn], share: float, keep: int) -> list[int]:
-    """Return the indices of the oldest turns, about a fraction `share` of all, to summarise.
+    """Return the indices of the oldest turns to summarise, about a fraction `share` of all turns.
 
-    The turn that follows is a user turn, so that calls stay with their results and roles alternate.
+    The first turn after them is a user turn, so that tool calls stay with their results and roles
+    alternate.
     """
     places = droppable(turns, keep)
     roles = [turn["role"] for turn in turns if turn["role"] not in KEPT_ROLES]
@@ -135,7 +136,7 @@ class HistorySummarizer:
         return SummarizedHistory(*result, len(places))
 
     def _oldest(self, turns: Sequence[Turn]) -> tuple[list[int], list[Turn]]:
-        """Return the indices of the turns to summarise, and those turns as plain text."""
+        """Return the indices of the turns to summarise, and the turns themselves as plain text."""
         places = oldest(turns, self._section.share, self._section.keep_turns)
         return places, [_plain(turns[i]) for i in places]
 

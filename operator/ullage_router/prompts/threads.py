@@ -111,7 +111,7 @@ class TokenizerThreads:
         return job
 
     def _leave_queue(self, job: _Job) -> None:
-        """Stop counting a job as waiting. The job may stay in its heap until it reaches the top."""
+        """Stop counting a job as waiting, and free its text. The job may stay in its heap."""
         if not job.is_waiting:
             return
         job.is_waiting = False
@@ -133,7 +133,7 @@ class TokenizerThreads:
             running.add_done_callback(lambda done, job=job: self._end_job(job, done))  # type: ignore[misc]
 
     def _pass_time(self, start: float) -> None:
-        """Advance the virtual time, and forget the tenants whose jobs have all ended by then."""
+        """Advance the virtual time to `start`, and forget tenants whose jobs have all ended."""
         self._now = max(self._now, start)
         while self._end_times and self._end_times[0][0] <= self._now:
             end, tenant = heapq.heappop(self._end_times)

@@ -13,7 +13,7 @@ from ullage_router.prompts.cleanse import cleanse_turns
 
 KEPT_ROLES = frozenset({"system"})
 INVISIBLE = CleanseSection(whitespace=True, zero_width=True)
-"""Cleansing rules that apply to every conversation that must become shorter."""
+"""Cleansing rules that are applied whenever a conversation must become shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,10 @@ def _fewest_dropped(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int,
 ) -> tuple[int, list[Turn]]:
-    """Return the minimum number of turns to drop, and the turns that remain.
+    """Return how many turns must be dropped at least, and the turns that remain.
 
-    The number is found by bisection, since dropping more turns shortens the prompt.
+    The number is found by bisection, because a prompt becomes shorter with each turn that is
+    dropped.
     """
     places = droppable(turns, keep)
     cuts = _cuts(turns, places)
@@ -92,9 +93,10 @@ def _fewest_dropped(
 
 
 def _cuts(turns: Sequence[Turn], places: Sequence[int]) -> list[int]:
-    """Return the possible numbers of turns to drop, in ascending order.
+    """Return the numbers of turns that may be dropped, in ascending order.
 
     Turns are dropped only up to a user turn, so that the remaining conversation begins with one.
+    All droppable turns may always be dropped.
     """
     begins = [n for n in range(1, len(places)) if turns[places[n]]["role"] == "user"]
     return [*begins, len(places)]

@@ -120,7 +120,7 @@ class Outcomes:
             self._tallies = {side: SideCounts() for side in Side}
 
     def observe(self, side: Side) -> "Observation":
-        """Start recording the outcome of a request that is about to be sent."""
+        """Return an object that records the outcome of a request that is about to be sent."""
         return Observation(self._tallies[side])
 
     def on_declined(self) -> None:
@@ -157,7 +157,10 @@ class Outcomes:
         }
 
     def samples(self) -> Iterator[tuple[Side, str, str, int]]:
-        """Yield (side, name, bucket's upper bound, count) for each of the trial's counts."""
+        """Yield (side, name, bucket's upper bound, count) for each of the trial's counts.
+
+        The bound is empty for counts that are not in buckets.
+        """
         for side, tally in self._tallies.items():
             yield side, "succeeded", "", tally.succeeded
             yield side, "failed", "", tally.failed

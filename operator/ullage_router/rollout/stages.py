@@ -18,7 +18,7 @@ from ullage_router.rollout.canary import Canary, RolloutFile, trial
 from ullage_router.rollout.outcomes import ObservedStream, Outcomes
 
 Send = Callable[[Call, Reservation, Progress], Awaitable[EngineStream]]
-"""A function that sends a request to the engine reserved for it, and waits for the first token."""
+"""Function that sends a request to the engine in its reservation and awaits the first token."""
 
 
 class Rollout:
@@ -29,7 +29,7 @@ class Rollout:
         engines: follows the engines of both sides.
         model: the service's model name, for error messages.
         prompts: re-renders a request for the stable engines if they have a different model.
-        on_stop: called whenever the file changes. Its argument is whether the service is stopped.
+        on_stop: called with whether the service is stopped, whenever the file changes.
     """
 
     def __init__(

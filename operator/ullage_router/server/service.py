@@ -269,7 +269,7 @@ class RouterService:
         return TenantMetrics(self.metrics.registry, self._named_tenants())
 
     def _named_tenants(self) -> tuple[str, ...]:
-        """Return the names of the tenants that have labels of their own in metrics."""
+        """Return the names of the tenants that have their own label value in metrics."""
         section = self.config.tenants
         return (ANONYMOUS, *(tenant.name for tenant in section.tenants)) if section else ("",)
 

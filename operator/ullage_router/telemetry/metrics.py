@@ -66,7 +66,7 @@ class Metrics:
         name.register(self.registry).set_function(read)
 
     def count(self, name: CounterName, read: Callable[[], float]) -> None:
-        """Export a counter that another object keeps, calling `read` at each scrape."""
+        """Export a counter that is kept elsewhere and read by calling `read` at each scrape."""
 
         def families() -> Iterable[CounterMetricFamily]:
             family = name.family()

@@ -11,7 +11,7 @@ from ullage_router.policy.decision import UNDECIDED, Decision
 
 KEPT_DECISIONS = 50
 KEPT_MOMENTS = 64
-"""Maximum number of timeline entries, which matters if a request loses many engines."""
+"""Maximum number of entries in a timeline, in case a request loses many engines."""
 DEVICE = "device"
 """Name of the KV cache tier in device memory, whose KV can be used without loading it."""
 RESUMED_INEXACT = "x-ullage-resumed-inexact"
@@ -82,7 +82,7 @@ class RequestRecord:
     """Whether the client disconnected or another request caused the cancellation."""
     priority: int = 0
     held_s: float = 0.0
-    """Seconds that the request was held until its pool had been woken."""
+    """How long the request was held while its pool scaled up from zero, in seconds."""
     ttft_s: float | None = None
     cached: tuple[TierHit, ...] = ()
     """Number of prompt tokens whose KV was already cached when the answer started, by tier."""

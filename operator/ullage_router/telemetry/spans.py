@@ -15,7 +15,7 @@ from ullage_router.telemetry.record import Moment, RequestRecord
 
 PROVIDER = "ullage"
 MAX_TRACESTATE = 512
-"""Maximum length in characters of a tracestate that the W3C specification asks to propagate."""
+"""Length in characters of the longest tracestate to propagate, the W3C specification's minimum."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _PRINTABLE = re.compile(r"[ -~]+")
 _SPANS = {"tokenised": "tokenise", "decided": "decide", "queued": "queue", "resumed": "resume"}

@@ -14,7 +14,7 @@ from ullage_router.tenants.account import Account
 
 
 class Billing(Protocol):
-    """The interface for charging a session's identical requests, from their start to their end."""
+    """Protocol for the ways to charge a session's identical requests to the tenant's quota."""
 
     @property
     def num_active(self) -> int:
@@ -39,7 +39,7 @@ class Billing(Protocol):
         """
 
     def give_back(self, count: int) -> None:
-        """Refund `count` active requests (0 for all) to the requests-per-minute limit."""
+        """Credit `count` active requests (0 for all) back to the requests-per-minute quota."""
 
     def settle(self, prompt_tokens: int, output_tokens: int, count: int) -> bool:
         """End requests, and charge the tokens that they actually used.
@@ -50,7 +50,7 @@ class Billing(Protocol):
             count: number of requests that end.
 
         Returns:
-            Whether the tenant pays for these requests here, rather than through an earlier ticket.
+            Whether the tenant pays for these requests, or False if an earlier ticket paid for them.
         """
 
 
@@ -110,7 +110,7 @@ class DeferredBilling:
 
     If the ticket's engine was lost, the request is free, because the earlier ticket has paid for
     it. Whether the engine was really lost is known only when the request ends. Until then, the
-    request only counts towards the limit on concurrent requests.
+    request counts only against the limit on concurrent requests.
 
     Args:
         was_paid: returns whether the first ticket paid. It is called when the request ends.

@@ -84,7 +84,7 @@ class Tenants:
         return TenantSession(account, self._metrics)
 
     def check_stats(self, authorization: str | None) -> None:
-        """If /stats is protected, check that a key may read it.
+        """Check that the key may read /stats. If /stats is not protected, allow every client.
 
         Raises:
             ServiceError: UNAUTHENTICATED without a known key.

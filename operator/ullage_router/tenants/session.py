@@ -23,8 +23,8 @@ class TenantSession:
     Call `open_request`, `charge` and `close_request` once each. A session without an open request
     does not have to be closed.
 
-    limit_headers
-        the `x-ratelimit-*` headers that state the tenant's remaining quota
+    Attributes:
+        limit_headers: the `x-ratelimit-*` headers that state the tenant's remaining quota.
     """
 
     def __init__(self, account: Account, metrics: TenantMetrics | None = None) -> None:
@@ -128,8 +128,8 @@ class TenantSession:
             served: the model to assume if the request does not name a model.
             count: number of identical requests, either 1 or at most `num_allowed`.
             is_handed_on: whether another service's cascade sent the request. That service does not
-                know the tenant's maximum priority here, so a higher priority is lowered rather than
-                refused.
+                know the tenant's maximum priority in this service, so a higher priority is lowered
+                rather than refused.
 
         Raises:
             ServiceError: PERMISSION_DENIED, or RESOURCE_EXHAUSTED with the limit that was reached.
@@ -185,10 +185,10 @@ class TenantSession:
             self._metrics.on_end(self.name, status, prompt, output, count)
 
     def give_back(self, count: int) -> None:
-        """Refund `count` open requests (0 for all) to the requests-per-minute limit.
+        """Credit `count` open requests (0 for all) back to the requests-per-minute quota.
 
-        Use this for requests that are refused here but that the client will resend by another
-        route.
+        Use this when `Pick` refuses requests. The client then resends them through `Generate`,
+        which counts them again.
         """
         self._billing.give_back(count)
 
@@ -243,7 +243,7 @@ class TenantSession:
 
 
 def _was_served(record: RequestRecord) -> bool:
-    """Return whether the request received tokens or was cancelled while an engine worked on it."""
+    """Return whether the request got tokens, or was cancelled after an engine was chosen."""
     is_cancelled = record.is_cancelled or record.status == errors.CLIENT_CLOSED
     return record.ttft_s is not None or (is_cancelled and bool(record.decision.engine))
 

@@ -3,8 +3,8 @@
 Batches follow the same rules as other requests. If a request fits unmodified in the pool where it
 normally runs, the decision considers only a few sampled engines. Otherwise, it considers all
 engines. Later decisions in the batch account for the requests that have already been placed.
-Several identical requests are placed at once if separate decisions would have been free to place
-each of them in the same way.
+Identical requests may be placed together if separate decisions could also have placed each of them
+in the same way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from ullage_router.policy.placement import room_of
 
 WAIT_RETRY_S = 1
 MAX_SHARES = 16
-"""Maximum number of decisions over which identical requests are spread."""
+"""Maximum number of decisions among which identical requests are divided."""
 HELD = Refuse(
     "busy",
     "TICKETS_HELD",

@@ -58,8 +58,8 @@ class OpenTickets:
     """Keeps all tickets with uses that have neither ended nor expired.
 
     Args:
-        ticket_s: Seconds after which engines no longer accept a ticket and their reports include
-            all requests that used it.
+        ticket_s: Seconds until engines no longer accept a ticket, and until their reports include
+            all requests that used the ticket.
         request_s: Maximum duration of a request, in seconds.
         clock: Returns monotonic time in seconds.
     """

@@ -34,7 +34,7 @@ from ullage_router.tickets.unpaid import Unpaid, caller_of
 from ullage_router.tokenizer.model import Model
 
 MAX_BATCH = 1024
-"""Maximum number of requests in one `Pick` RPC, where each repetition of a request counts."""
+"""Maximum number of requests in one `Pick` RPC, counting every repetition of a request."""
 MAX_OPEN = 200_000
 """Maximum number of requests placed by this router that have neither ended nor expired."""
 MAX_TOKENS = (1 << 31) - 1
@@ -98,10 +98,10 @@ class _PendingPick:
     session: TenantSession | None
     """Tenant session to which the requests are charged, or None if there are no tenants."""
     entered: int = 0
-    """Number of remaining requests that already count against the tenant's quota."""
+    """How many of the remaining requests already count against the tenant's quota."""
     priority: int = 0
     paid_by: Claims | None = None
-    """Claims of an earlier ticket, if it paid for the answer that the request continues."""
+    """Claims of the ticket that paid for the answer that the request continues, or None."""
     unpaid: Unpaid | None = None
     """Limits on the caller's unused free tickets, or None if the caller pays for its tickets."""
 
@@ -112,7 +112,7 @@ class _PendingPick:
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
 
     def leave(self, error: ServiceError) -> None:
-        """Refund the quota for the remaining requests, because they are refused with an error."""
+        """Refund the quota of the remaining requests, because this error refuses all of them."""
         if self.session:
             status = errors.http_status(error)
             entered = self.entered or 1
@@ -236,14 +236,14 @@ class TicketIssuer:
         return Unpaid(holder or NO_NAME, self._config.slo.ttft_p95)
 
     def _is_full(self, engine: Engine, unpaid: Unpaid) -> bool:
-        """Return whether the caller has reached the limit for free tickets on an engine."""
+        """Return whether the caller has reached its limit on unused free tickets for an engine."""
         view = engine.view(time.monotonic())
         return view is not None and not unpaid.room(view, engine.held(unpaid.holder), 1, 1)
 
     def prepay(
         self, request: pb.GenerateRequest, ticket: str | None, session: TenantSession
     ) -> Claims | None:
-        """Check whether a request continues a paid answer, and if it does, avoid charging it again.
+        """Defer a request's charge if the request continues an answer that a ticket has paid for.
 
         Args:
             request: The request, with the prompt and the answer's tokens so far.
@@ -261,7 +261,10 @@ class TicketIssuer:
         return self.paid.prepay(ticket, session, size)
 
     def on_resumed(self, paid_by: Claims | None) -> None:
-        """Record that an answer covered by an earlier ticket was resumed."""
+        """Record that a client resumed an answer that a previously issued ticket paid for.
+
+        Do nothing if `paid_by` is None, because the request is then charged normally.
+        """
         if paid_by and self.paid:
             self.paid.on_resumed(paid_by)
 
@@ -400,7 +403,7 @@ class TicketIssuer:
         return min(most, session.rules.max_tokens or most) if session else most
 
     def _run(self, pick: _PendingPick, call: _Call, draw: int, most: int) -> tuple[Run, int]:
-        """Choose an engine, and return the decision with the number of requests that it covers.
+        """Choose an engine. Return the decision and the number of requests that it covers.
 
         Raises:
             ServiceError: None of the requests can run unmodified right now.
@@ -440,7 +443,7 @@ class TicketIssuer:
         return decision, count
 
     def _room(self, unpaid: Unpaid | None) -> Room | None:
-        """Return the function that limits how many free requests the caller may place on an engine.
+        """Return a function that computes how many more requests an engine may take for free.
 
         Return None if the caller pays.
         """

@@ -1,4 +1,4 @@
-"""Recognises tickets that have already paid for an answer, so that resuming it is free.
+"""Recognises tickets that have already paid for an answer, so that resuming the answer is free.
 
 If a client's engine is lost, the client continues its answer with a new ticket or through the
 router. It presents the answer's first ticket, so that the tenant does not pay twice.
@@ -76,7 +76,7 @@ class PaidTickets:
         return claims
 
     def on_resumed(self, claims: Claims) -> None:
-        """Record another resumption of the answer that the ticket paid for."""
+        """Record that an answer that the ticket paid for was resumed once more."""
         self._resumed.add(claims.id, self._until(claims))
 
     def was_lost(self, claims: Claims) -> bool:

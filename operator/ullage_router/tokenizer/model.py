@@ -33,7 +33,7 @@ class Model:
 
     name: str
     fingerprint: str
-    """Digest that is equal for engines with the same task and the same tokens for every text."""
+    """Digest of the model's task and of everything else that affects its token ids."""
     tokenizer: Tokenizer
     encoder: SegmentEncoder
     template: ChatTemplate | None
@@ -208,7 +208,7 @@ def fingerprint(response: inference_pb2.GetModelResponse) -> str:
 
 
 def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
-    """Return those fields of the fingerprint that engines of version 0.1.0 do not report.
+    """Return the parts of the fingerprint that engines of version 0.1.0 do not report.
 
     Empty fields are omitted, so that these engines keep the same fingerprint.
     """

@@ -37,7 +37,7 @@ MAX_BYTES = 16 << 20
 ENTRY_BYTES = 250
 """Overhead of a cache entry in bytes: its digest, its array object and their hash table slots."""
 MAX_TOKENS = 1 << 30
-"""A number of tokens that no text reaches, which stands for "no limit"."""
+"""Token limit that no text can reach, used to mean "no limit"."""
 EDGE_TOKENS = 8
 """Maximum number of tokens that a text may lose when it is joined with its neighbours.
 

@@ -76,7 +76,7 @@ class RecordBuffer:
         self._pending.append(record)
 
     def take(self) -> dict[str, object] | None:
-        """Return the data of the next event, or None if no records are waiting."""
+        """Remove and return all records as the data of one event, or None if there are none."""
         if not self._pending:
             return None
         taken = {
@@ -101,7 +101,10 @@ class Console:
         self._is_local = section.local
         tls = service.config.tls.router
         self._has_chat = not (tls and tls.client_ca_dir)
-        """Whether the metrics port, which requires no client certificate, may serve the chat."""
+        """Whether the metrics port may serve the chat.
+
+        False if the API requires client certificates, because the metrics port requires none.
+        """
         self._readers: set[RecordBuffer] = set()
         self._closing = asyncio.Event()
         self._app: Endpoint | None = None

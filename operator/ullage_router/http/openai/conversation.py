@@ -138,7 +138,7 @@ def _content(field: str, message: ChatMessage) -> str:
 def _part(field: str, part: ContentPart, role: str) -> str:
     """Return the text of a content part.
 
-    An assistant's part may be a refusal, which is also text.
+    In an assistant message, the part may also be a refusal, whose text is then returned.
     """
     is_refusal = part.type == "refusal" and role == "assistant"
     if part.type != "text" and not is_refusal:

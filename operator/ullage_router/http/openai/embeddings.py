@@ -188,7 +188,7 @@ class _Run:
         self._limit_s = limit_s
         self._deadline = time.monotonic() + limit_s
         self._waiting = deque(range(len(asked)))
-        """Indices of the inputs that have yet to be served."""
+        """Indices of the inputs that are still waiting for a worker."""
         self._num_running = 0
         self._failure: ServiceError | None = None
         """The error that makes all inputs fail, or None."""
@@ -197,7 +197,7 @@ class _Run:
         self._num_tokens = 0
         self._num_done = 0
         self._cached = Counter[str]()
-        """Number of prompt tokens whose KV was reused, by cache tier."""
+        """Number of prompt tokens of all inputs whose KV was reused, by cache tier."""
 
     async def compute(self) -> None:
         """Compute all embeddings.
@@ -255,7 +255,7 @@ class _Run:
         yield bytes(piece) + b"]," + msgspec.json.encode({"model": self._model, "usage": usage})[1:]
 
     def _max_parallel(self) -> int:
-        """Return how many inputs may run or queue at a time.
+        """Return the maximum number of the body's inputs that may run or queue at a time.
 
         The limits are MAX_PARALLEL, the tenant's maximum concurrency and the queue's capacity.
         """
@@ -318,7 +318,7 @@ class _Run:
         self._num_done += 1
 
     def _take_room(self, size: int) -> None:
-        """Reserve memory for all embeddings of the body, once the size of one embedding is known.
+        """Reserve memory for all embeddings of the body, unless this has already been done.
 
         Args:
             size: Bytes of one embedding.
@@ -372,7 +372,7 @@ def _name(index: int, count: int) -> str:
 
 
 def _name_field(error: ServiceError, name: str) -> None:
-    """Replace an error's field name with this endpoint's name for the invalid input."""
+    """If an error is about the prompt, replace the field name in it with the name of the input."""
     if error.metadata.get("field") in ("prompt", "input"):
         error.metadata["field"] = name
         if error.message.startswith("prompt "):

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Parsed(NamedTuple):
-    """The parts of a body that are needed after parsing: the request and the response options."""
+    """The parts of a body that are needed after parsing: the request and its additional options."""
 
     request: inference_pb2.GenerateRequest
     is_streamed: bool

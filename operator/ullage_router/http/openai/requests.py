@@ -161,7 +161,7 @@ def _is_token(key: str) -> bool:
 
 
 def _samples(common: Common) -> inference_pb2.Samples | None:
-    """Return the number of answers or the beam search that the body requests, if any.
+    """Return the body's settings for several answers or beam search, or None if it has neither.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.

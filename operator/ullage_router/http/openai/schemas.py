@@ -28,23 +28,24 @@ MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
 INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
 """Fields that may be larger than MAX_FIELD_BYTES.
 
-They have limits of their own, or only the limit on the whole body.
+Some of them have separate limits. The others are limited only by the maximum size of the body.
 """
 GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
 NULL = msgspec.Raw(b"null")
 
 _USUAL: tuple[object, ...] = (False, [], {})
 _SWITCHES = frozenset({"skip_special_tokens", "add_generation_prompt"})
-"""Boolean fields that are true unless a request sets them to false."""
+"""Boolean fields whose default is true, so that false has an effect."""
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
-"""Texts, one of which the model must give as its answer.
+"""A list of texts, one of which the model must give as its answer.
 
-Their number is limited because each takes at least two bytes of a grammar.
+The length of the list is limited, because each text adds at least two bytes to the grammar, whose
+size is limited.
 """
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
@@ -200,7 +201,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
-        """Return the values to which the field may be set without having an effect."""
+        """Return all values of the field that have no effect and are therefore accepted."""
         # Without 0: in vLLM, prompt_logprobs: 0 asks for logprobs of the prompt's own tokens.
         usual = () if name in _SWITCHES else _USUAL
         return (None, *usual, *cls.NEUTRAL.get(name, ()))

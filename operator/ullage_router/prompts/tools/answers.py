@@ -43,7 +43,7 @@ def _visible(event: Event, answers: list["_Answer"]) -> Iterator[Event]:
 
 
 class _Answer:
-    """Reads one answer, and counts the tool calls found so far."""
+    """Separates the text, reasoning and tool calls of one answer, and counts the calls."""
 
     def __init__(self, use: ToolUse, sample: int) -> None:
         assert use.new_reader, "text alone needs no reading"

@@ -93,7 +93,7 @@ def _compact(schema: Schema) -> str:
 
 
 def _terminals(text: str) -> str:
-    """Convert a text to grammar terminals, separating special tokens from ordinary text."""
+    """Convert a text to a sequence of grammar terminals, with one for each special token."""
     for mark in _HARMONY_MARKS:
         text = text.replace(mark, f"\0{mark}\0")
     parts = [part for part in text.split("\0") if part]

@@ -66,7 +66,7 @@ class HarmonyReader:
         return [self._make(rest)] if rest and self._make else []
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read up to the end of a header or body. Return False if more text is needed."""
+        """Read up to the end of the current header or body. Return False if it needs more text."""
         return self._header(pieces) if self._make is None else self._body(pieces, self._make)
 
     def _header(self, pieces: list[Piece]) -> bool:

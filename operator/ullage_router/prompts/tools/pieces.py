@@ -73,7 +73,7 @@ def find_mark(text: str, marks: Sequence[str]) -> Found | None:
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
-    """Return how many trailing characters of a text may be the start of a mark."""
+    """Return how many characters at the end of a text could be the start of a mark."""
     longest = max(map(len, marks)) - 1
     sizes = range(min(longest, len(text)), 0, -1)
     ends = (size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks))

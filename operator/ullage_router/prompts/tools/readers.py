@@ -33,7 +33,7 @@ class Trimmer:
         return [part for piece in pieces for part in self._take(piece)]
 
     def close(self) -> list[Piece]:
-        """Return the trailing whitespace of an answer without calls."""
+        """Return the whitespace that was held back, or nothing if the answer has calls."""
         return [Text(self._blank)] if self._blank and not self._has_calls else []
 
     def _take(self, piece: Piece) -> list[Piece]:
@@ -167,7 +167,7 @@ class ForcedReader:
 
 
 def known_calls(calls: list[ParsedCall] | None, names: Collection[str]) -> list[Piece]:
-    """Convert calls to pieces. Return nothing if any of them calls an unknown function."""
+    """Convert calls to pieces. Return an empty list if any call is of an unknown function."""
     if not calls or any(call.name not in names for call in calls):
         return []
     return [piece for call in calls for piece in (CallStart(call.name), Arguments(call.arguments))]

@@ -41,7 +41,7 @@ class ToolUse:
         return self.forced.opening if self.forced else ""
 
     def ask(self, request: inference_pb2.GenerateRequest) -> None:
-        """Set an engine request's grammar, and whether the answer's text shows special tokens."""
+        """Set the grammar for a forced call, and whether the answer's text shows special tokens."""
         request.output.special_tokens = self.special_tokens
         if self.forced and self.forced.lark:
             request.grammar.lark = self.forced.lark
@@ -49,7 +49,10 @@ class ToolUse:
             request.grammar.json_schema = self.forced.json_schema
 
     def explain(self, error: ServiceError) -> ServiceError:
-        """Turn an engine's grammar error into an error about the tools that define the grammar."""
+        """Turn an error about the grammar into one about the tools, if they define the grammar.
+
+        Other errors are returned unchanged.
+        """
         if not self.forced or not error.metadata.get("field", "").startswith("grammar"):
             return error
         text = f"a forced function's parameters cannot be followed: {error.message}"

@@ -91,7 +91,7 @@ def _function(field: str, tool: object) -> dict[str, Any]:
 def _parameters(function: Mapping[str, Any]) -> Schema:
     """Return the schema of a function's arguments.
 
-    No schema means no parameters, as in OpenAI's API.
+    A function without a schema takes no arguments, as in OpenAI's API.
     """
     schema = function.get("parameters")
     if schema is None:
