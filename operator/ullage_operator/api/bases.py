@@ -21,10 +21,10 @@ Spec = dict[str, Any]
 
 FIELD = "baseRefs"
 _SERVICE_ONLY = frozenset({FIELD, "replicas", "stop"})
-"""Fields that a base cannot set.
+"""Spec fields that an LLMServiceBase cannot set.
 
-A base overrides every field that the service leaves at its default. If a base could set these
-fields, it would for example undo `kubectl scale` to the default number of replicas.
+A base overrides every field that the service leaves at its default. For example, a base that could
+set `replicas` would undo a `kubectl scale` to the default number.
 """
 _RULES = "x-kubernetes-validations"
 _MERGED_LISTS = ("containers", "initContainers")
@@ -147,7 +147,7 @@ def _missing(names: Sequence[str], bases: Bases) -> Iterator[Problem]:
 
 
 def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Problem:
-    """Append to a problem's message the names of the bases that set the affected section."""
+    """Return a problem whose message also names the bases that set the affected section."""
     section = problem.path.removeprefix("spec.").partition(".")[0].partition("[")[0]
     saying = [name for name in names if section in bases.specs[name]]
     if not saying:

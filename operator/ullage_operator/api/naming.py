@@ -125,7 +125,7 @@ def canary_pool(pool: str) -> str:
 
 
 def group_pool(pool: str) -> str:
-    """Return the pool name of the followers of a pool or its canary.
+    """Return the pool name that followers of a pool or canary use in object names and labels.
 
     Followers discover their leaders through a Service of this name. The NetworkPolicy between
     leaders and followers also has this name.
@@ -134,7 +134,7 @@ def group_pool(pool: str) -> str:
 
 
 def stable_pool(pool: str) -> str:
-    """Return the pool in the spec to which a pool, its followers or its canary belong."""
+    """Return a pool's name in the spec, given the name of the pool, its followers or canary."""
     return pool.removesuffix(_GROUP).removesuffix(_CANARY)
 
 
@@ -143,7 +143,7 @@ def is_canary_pool(pool: str) -> bool:
 
 
 def leaders_name(group: str) -> str:
-    """Return the name of the StatefulSet that runs the leaders of the followers in `group`."""
+    """Return the name of the leaders' StatefulSet, given that of their followers."""
     return group.removesuffix(_GROUP)
 
 

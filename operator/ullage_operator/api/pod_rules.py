@@ -290,7 +290,7 @@ def _security(
 
 
 def _objects(section: Any, name: str, path: str) -> tuple[list[Mapping[str, Any]], list[Problem]]:
-    """Return a list's objects, and a problem if the list is malformed or has duplicate keys."""
+    """Return a list's objects, or a problem if the list is malformed or has duplicate keys."""
     key = _LISTS[name]
     items = section.get(name, []) if isinstance(section, Mapping) else None
     if isinstance(items, list) and all(isinstance(item, Mapping) for item in items):

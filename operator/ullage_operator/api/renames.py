@@ -175,7 +175,7 @@ def remedy(path: str, value: Any) -> str:
 
 
 def _whole(percent: float) -> int:
-    """Return the nearest whole percent, rounding halves up."""
+    """Round a percentage to the nearest integer, rounding halves up."""
     return int(Decimal(str(percent)).to_integral_value(ROUND_HALF_UP))
 
 
@@ -202,7 +202,11 @@ def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _round(section: dict[str, Any], name: str, rename: Rename) -> str:
-    """Round a fraction to a whole percent in place, and describe the change (empty if none)."""
+    """Round a fraction to a whole percent in place, and describe the change.
+
+    A field that was dropped or has a new value is only described. The result is empty if nothing
+    changes.
+    """
     value = section[name]
     if not rename.new:
         return f"{value!r} is left out; {rename.reason}"
@@ -253,7 +257,7 @@ def upgraded(
 
 
 class _Items(dict[str, Any]):
-    """Items of a list in managedFields, keyed by index, or by merge key if that is unknown."""
+    """Items of a list in managedFields, by index, or by merge key if the index is unknown."""
 
 
 def _sections(
@@ -408,7 +412,7 @@ def _plain(tree: Any, live: Any) -> Any:
 
 
 def _place(kind: str, name: str, live: Any) -> int | str:
-    """Return the index of the list item with a given key, or the key as text if there is none."""
+    """Return the index of the list item with a given key, or the key as text if no item has it."""
     items = live if isinstance(live, list) else []
     try:
         key = json.loads(name)

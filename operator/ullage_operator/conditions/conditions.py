@@ -66,7 +66,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition without its transition time."""
+    """A condition of a service's status, without the transition time, which `render` adds."""
 
     type: str
     holds: bool

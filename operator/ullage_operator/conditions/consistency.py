@@ -56,5 +56,5 @@ def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Conditi
 
 
 def _differing(groups: Iterable[Mapping[str, Fingerprint]]) -> str:
-    """Describe how engines within the same group differ (empty if every group agrees)."""
+    """Describe how fingerprints within the same group differ (empty if every group agrees)."""
     return "; ".join(filter(None, (describe(differences(group)) for group in groups)))

@@ -85,7 +85,7 @@ def _on_lost_node(pod: Pod, lost_nodes: frozenset[str]) -> PodProblem | None:
 
 
 def diagnose_pod(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the problem that best explains a pod's state, or None for a healthy or changing pod.
+    """Return the problem that best explains why a pod is not serving, or None without a problem.
 
     A pod that is serving, starting or terminating normally has no problem.
     """
@@ -151,7 +151,10 @@ def _refused(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def stable_in_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds until a pod that is ready again after crashes counts as stable."""
+    """Return the seconds until a pod that is ready again after crashes counts as stable.
+
+    The result is None for any other pod.
+    """
     since = ready_since(pod)
     trouble = _looping(pod, now)
     if trouble is None or since is None or not is_ready(pod):
@@ -278,7 +281,7 @@ def _unmounted(pod: Pod, now: datetime, warnings: Warnings) -> PodProblem | None
 
 
 def _mounted_objects(pod: Pod) -> list[str]:
-    """Return the objects that a pod mounts, for example `Secret NAME`."""
+    """Return the kinds and names of the objects that a pod mounts, such as `Secret NAME`."""
     sources = (
         ("Secret", "secret", "secretName"),
         ("ConfigMap", "configMap", "name"),

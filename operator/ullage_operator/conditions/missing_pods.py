@@ -11,7 +11,7 @@ from ullage_operator.conditions.pods import parse_time
 PROGRESSING = "Progressing"
 """Type of the condition that is True while a change is being rolled out."""
 WAIT_S = 30.0
-"""Seconds after which missing pods become a problem.
+"""Seconds after which missing pods are reported as a problem.
 
 A webhook that is restarting is usually available again within this time.
 """
@@ -50,16 +50,16 @@ def missing_pods(
 def lacking_workloads(
     workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
 ) -> list[WorkloadPods]:
-    """Return the workloads that have lacked pods for too long."""
+    """Return the workloads that have had fewer pods than desired for too long."""
     return [*filter(_lacks, workloads)] if _progressing_s(status, now) >= WAIT_S else []
 
 
 def missing_pods_due_s(
     workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
 ) -> float | None:
-    """Return the seconds until missing pods become a problem.
+    """Return the seconds until missing pods must be reported as a problem.
 
-    The result is None if no pods are missing, or if they are a problem already.
+    The result is None if no pods are missing, or if they must already be reported.
     """
     left_s = WAIT_S - _progressing_s(status, now)
     return left_s if left_s > 0 and any(map(_lacks, workloads)) else None

@@ -31,7 +31,7 @@ def unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def roomless_s(pod: Pod, now: datetime) -> float | None:
-    """Return for how many seconds a pod has lacked a node with enough free resources, or None.
+    """Return the seconds for which no node has had enough free resources for a pod, or None.
 
     The result is None if the pod fits on a node or is waiting for something else.
     """
@@ -46,7 +46,7 @@ def roomless_s(pod: Pod, now: datetime) -> float | None:
 
 
 def fits_place_of(pod: Pod, other: Pod) -> bool:
-    """Return whether the resources that one pod would free are enough for another pod.
+    """Return whether `pod` would fit into the resources that `other` would free.
 
     Ephemeral storage is considered only if the scheduler reports it as insufficient, because
     engines created by an earlier operator do not request any.

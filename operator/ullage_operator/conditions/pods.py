@@ -1,4 +1,4 @@
-"""Facts about a pod, read from the Pod object."""
+"""Reads facts about a pod, such as its age and pool, from its Pod object."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime

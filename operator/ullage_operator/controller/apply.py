@@ -107,7 +107,7 @@ class ApplyResult:
 
     @property
     def result(self) -> str:
-        """Return the value of the metric label `result`."""
+        """Return the outcome of the writes as a value of the metric label `result`."""
         if self.refused or self.delayed:
             return "temporary" if self.delayed else "permanent"
         return "denied" if self.denied else "ok"

@@ -41,7 +41,7 @@ class ScaledService:
     policies: Mapping[str, AutoscalingSpec]
     """Autoscaling policies by pool, for the pools that the operator scales."""
     routers: tuple[str, ...]
-    """URL `http://host:port` at which each router serves its load reports."""
+    """URLs (`http://host:port`) at which the routers serve their load reports."""
     leaving: tuple[str, ...] = ()
     """URLs of terminating routers, which may still have requests but need not respond."""
 
@@ -232,6 +232,6 @@ class Autoscaler(Generic[Key]):
 
 
 def _sizes_and_problem(decisions: ScalingDecisions) -> tuple[object, ...]:
-    """Return the pool sizes and the problem. A change of either triggers a reconciliation."""
+    """Return the pool sizes and any measurement problem. Changes to them cause a reconciliation."""
     sizes = {pool: each.replicas for pool, each in decisions.pools.items()}
     return sizes, decisions.problem

@@ -60,7 +60,7 @@ _MAX_COUNTED_TRIES = 7
 
 
 def _generation(obj: Object) -> tuple[str, int]:
-    """Return the metadata fields that identify a version of an object's spec."""
+    """Return an object's uid and generation, which identify a version of its spec."""
     return obj["metadata"]["uid"], obj["metadata"]["generation"]
 
 
@@ -71,7 +71,7 @@ class ReconcileResult(NamedTuple):
     status: Object
     """The status to report."""
     plan: ServicePlan | None = None
-    """The applied plan (None without a usable spec). Its restarts follow the status write."""
+    """The applied plan (None without a usable spec). Restarts wait for the write of the status."""
     recheck_s: float | None = None
     """Maximum number of seconds until the next reconciliation, or None for no limit."""
 

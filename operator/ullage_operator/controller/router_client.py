@@ -121,7 +121,7 @@ class RouterClient:
         return page
 
     async def _page(self, url: str) -> tuple[str, str]:
-        """Fetch a URL, and return the response text and any error."""
+        """Fetch a URL, and return the response text and the error (empty on success)."""
         try:
             body = await self._http.get(
                 url, timeout_s=TIMEOUT_S, connect_s=CONNECT_S, max_bytes=MAX_BYTES
@@ -179,7 +179,7 @@ def _progress_url(pod: Pod) -> str:
 def router_addresses(
     pods: Iterable[Mapping[str, Any]],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the `http://host:port` URLs of routers that stay, and of routers that terminate."""
+    """Return the URLs (`http://host:port`) of running routers and of terminating routers."""
     staying: set[str] = set()
     leaving: set[str] = set()
     for pod in running(pods):

@@ -87,7 +87,7 @@ class _Collection:
     """Resource versions at which objects have been deleted since the last sweep."""
 
     def is_outdated(self, name: Name, version: int) -> bool:
-        """Return whether the cache already reflects this or a newer version, or the deletion."""
+        """Return whether a version is outdated: the cache has it or a newer one, or a deletion."""
         if name in self.objects:
             return version <= version_of(self.objects[name])
         if version <= self.deleted.get(name, -1):

@@ -61,7 +61,7 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return the full request timeout: without leader election, writes are always allowed."""
+    """Return the request timeout as the time left for writing, for use without leader election."""
     return _REQUEST_S
 
 
@@ -206,7 +206,7 @@ class Cluster:
         await self._apply(_kind(live), body, SCALE_MANAGER)
 
     async def apply_status(self, service: Object, status: Object) -> Object | None:
-        """Write the status of an LLMService, and return None if the service is gone."""
+        """Write an LLMService's status, and return the new object (None if it no longer exists)."""
         meta = service["metadata"]
         body = {
             "apiVersion": API_VERSION,
@@ -325,7 +325,10 @@ class Cluster:
     async def _apply(
         self, kind: Kind, body: Object, manager: str = FIELD_MANAGER, subresource: str = ""
     ) -> Object | None:
-        """Run a forced server-side apply. Return None if the object or its API does not exist."""
+        """Run a forced server-side apply, and return the new object.
+
+        The result is None if the object or its API does not exist.
+        """
         meta = body["metadata"]
         return await self._write(
             "server_side_apply",

@@ -37,7 +37,7 @@ def own_identity() -> str:
 
 
 def boot_s() -> float:
-    """Return the seconds since boot, including suspended time, because Leases age during it too."""
+    """Return the seconds since boot, including suspended time, during which Leases age, too."""
     # Only Linux has this clock. On other systems an operator runs only for development.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 

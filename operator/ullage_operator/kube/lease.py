@@ -1,4 +1,6 @@
-"""A Lease of coordination.k8s.io as a pure state machine that decides which operator leads.
+"""Decides which operator leads, with a state machine over a Lease of coordination.k8s.io.
+
+This module has no I/O and no clock. Callers pass the current time.
 
 Clocks of different machines are never compared. Each operator uses its own monotonic clock to
 measure how long the Lease has stayed unchanged. A Lease that stays unchanged for its whole duration

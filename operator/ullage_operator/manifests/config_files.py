@@ -272,7 +272,7 @@ def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
 
 
 def document(config: Strict) -> dict[str, Any]:
-    """Convert a configuration to plain data, without unset fields, whose readers have defaults."""
+    """Convert a configuration to plain data. Unset fields are omitted, so that defaults apply."""
     return cast(dict[str, Any], _without_none(msgspec.to_builtins(config)))
 
 

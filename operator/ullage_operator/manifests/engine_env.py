@@ -27,7 +27,7 @@ AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
-    """Return the USER variable, which a UID without an account in the image needs (else none).
+    """Return the USER variable for a UID that may have no account in the image, or else nothing.
 
     torch and Triton use the user name in paths.
     """

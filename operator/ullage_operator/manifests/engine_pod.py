@@ -34,7 +34,7 @@ Manifest = dict[str, Any]
 START_PERIOD_S = 5
 """Seconds between startup probes."""
 FOLLOWER_START_S = 120
-"""Startup timeout of a follower's process in seconds (short, because it imports little)."""
+"""Startup timeout of a follower's process in seconds (short, because it imports few modules)."""
 
 
 def engine_template(

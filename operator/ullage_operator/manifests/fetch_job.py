@@ -51,7 +51,7 @@ _NO_SIDECAR = {
     "istio": ("sidecar.istio.io/inject", "false"),
     "linkerd": ("linkerd.io/inject", "disabled"),
 }
-"""Annotation, by mesh, that disables the injection of a sidecar."""
+"""Pod annotations that disable the injection of a sidecar, by service mesh."""
 
 
 class SharedCache(NamedTuple):

@@ -34,12 +34,12 @@ PAGE = ((14.4, "1h", "5m"), (6, "6h", "30m"))
 PAGE_REQUESTS = 100
 TICKET_REQUESTS = 500
 TAIL_REQUESTS = 1000
-"""Minimum requests in the window of a page, ticket or tail-latency alert before it may fire."""
+"""Number of requests in its window that a page, ticket or tail-latency alert needs to fire."""
 SHORT_OF_CAPACITY = "KV_HEADROOM|QUEUE_FULL|QUEUE_TIMEOUT|DEADLINE"
 """Reasons for refusing requests that more memory or more engines could have served."""
 REFUSED_RATE = 0.1
 REFUSED_SHARE = 0.05
-"""An alert fires above this fraction of refused requests and `REFUSED_RATE` refusals per second."""
+"""Fraction of refused requests above which an alert fires, if `REFUSED_RATE` is exceeded, too."""
 QUEUE_SHARE = 0.8
 """Fraction of the queue's limits above which the queue counts as nearly full."""
 READING_SPEED = 4.0

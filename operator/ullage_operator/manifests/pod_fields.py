@@ -30,7 +30,7 @@ _PORTS_PAST_MESH = {
     "istio": "traffic.sidecar.istio.io/excludeInboundPorts",
     "linkerd": "config.linkerd.io/skip-inbound-ports",
 }
-"""Annotation, by mesh, that lists the ports of a pod that the sidecar must not intercept."""
+"""Names of the annotations that list the ports that a sidecar must not intercept, by mesh."""
 
 
 def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
@@ -126,7 +126,7 @@ def port(name: str, number: int) -> Manifest:
 
 
 def killing(probe: Manifest) -> Manifest:
-    """Return a liveness or startup probe that restarts the container with a short grace period."""
+    """Return a liveness or startup probe that gives hung containers only a short grace period."""
     return {**probe, "terminationGracePeriodSeconds": HUNG_GRACE_S}
 
 

@@ -113,7 +113,7 @@ def with_stop(item: Manifest) -> Manifest:
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
-    """Return one of a pool's objects, minus the replicas that a canary replaces."""
+    """Return one of a pool's objects, with its replicas reduced by those that a canary replaces."""
     if not places or item["kind"] != "StatefulSet":
         return item
     missing = places * (pool.nodes - 1) if is_follower(item) else places

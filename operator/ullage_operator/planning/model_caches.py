@@ -206,7 +206,7 @@ def _state_of_job(
 
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the claim's entry in the status (empty if that is for another model or bucket)."""
+    """Return the claim's entry in the last status (empty if it names another model or bucket)."""
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})
@@ -285,7 +285,10 @@ def parse_progress(text: str | bytes) -> dict[str, Any]:
 
 
 def _count(report: Mapping[str, Any], name: str, before: Mapping[str, Any], said: str = "") -> int:
-    """Return a reported number (the previous one if it is missing, 0 if it is invalid)."""
+    """Return a number from a download report.
+
+    If the report lacks the number, the previous one is returned. An invalid number counts as 0.
+    """
     value = report.get(name, before.get(said or name, 0))
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return value if is_number and value >= 0 else 0

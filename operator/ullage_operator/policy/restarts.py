@@ -90,7 +90,7 @@ class Restart:
     reason: str
     message: str
     by_force: bool = False
-    """Whether to remove the pod without waiting for its node, which costs no restart budget."""
+    """Whether to remove the pod without waiting for its node. This costs no restart budget."""
     grace_s: int | None = None
     """Grace period of the deletion in seconds, or None for the pod's own, which lets it drain."""
 
@@ -190,7 +190,7 @@ def _decide_for_pool(
 
 
 def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
-    """Return the restart that a pod needs, or None if it is starting, terminating or serving."""
+    """Return the restart that a pod needs, or None, for example for a pod that is serving."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
 
@@ -213,7 +213,7 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
 
 
 def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
-    """Return the seconds until a pod may need a restart, or None for a pod that serves."""
+    """Return the seconds until a pod may need a restart, or None if none is foreseeable."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:

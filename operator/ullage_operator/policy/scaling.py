@@ -46,7 +46,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ReplicasAt:
-    """A suggested number of engines, or a change to the number, with the time of either."""
+    """A suggested number of engines, or a change of the number, and its time."""
 
     at: float
     replicas: int

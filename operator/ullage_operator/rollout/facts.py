@@ -230,7 +230,7 @@ def analysis_of(
 
 
 def unmeasured(unanswered: Sequence[str]) -> str:
-    """Explain why no router has reported request counts, with the fix."""
+    """Explain why no router has reported request counts, and how to fix this."""
     message = "no router has reported what it counted"
     if not unanswered:
         return message
@@ -241,7 +241,7 @@ def unmeasured(unanswered: Sequence[str]) -> str:
 
 
 def unheard(troubles: Sequence[str]) -> str:
-    """Explain why engines do not report to the operator, with the fix (empty without errors)."""
+    """Explain why engines do not report to the operator, and the fix (empty without errors)."""
     if not troubles:
         return ""
     return (

@@ -72,7 +72,7 @@ def release_of(service: Service, settings: Settings) -> Release:
 
 
 def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pool that affect its engines, so without `modelCache.warm`."""
+    """Return the fields of a pool that affect its engines, excluding `modelCache.warm`."""
     cache = _without(pool["modelCache"], ("warm",))
     return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
 
@@ -123,7 +123,7 @@ def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
 
 
 def _merged(name: str, target: Any, value_before: Any) -> Any:
-    """Return the previous values of a section for exactly the fields of its `target`."""
+    """Return a section's previous values for exactly the fields that `target` has."""
     if name == ENGINE_TLS and target and value_before:  # its other fields concern only routers
         return {**target, SECRET_NAME: value_before[SECRET_NAME]}
     if name in (*_MERGED, *_MERGED_BELOW) and target and value_before:

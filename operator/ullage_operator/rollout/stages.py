@@ -1,4 +1,4 @@
-"""The stages of a rollout: a pure state machine.
+"""The stages of a rollout, as a state machine without I/O or a clock.
 
     Stable ─► Starting ─► Canary, step by step ─► Promoting ─► Stable
                  └────────────┴──► RolledBack (until the spec changes)
@@ -226,7 +226,7 @@ def _promoting(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
 def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> bool:
     """Return whether a newer revision should wait until the current promotion completes.
 
-    It waits as long as engines are serving and the promotion has not exceeded its deadline.
+    The newer revision waits as long as engines are serving and the promotion meets its deadline.
     """
     is_late = _elapsed_s(state.since, facts) >= policy.start_deadline
     is_served = facts.is_serving or facts.is_bridged

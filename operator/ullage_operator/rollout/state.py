@@ -61,7 +61,12 @@ class RolloutState:
         return other if other and self.tried == target else revision_of(target)
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
-        """Return a state with new progress and the releases of the revisions that it names."""
+        """Return a state with new progress, and the releases of the revisions that it names.
+
+        Args:
+            progress: the new progress.
+            target: the release that the spec requests.
+        """
         revision = self.revision(target)
         other = _other(progress)
         releases = {_other(self.progress): self.tried, revision: target}
