@@ -1,4 +1,4 @@
-"""`ullage bench` measures throughput over latency of a running server, and finds the knee."""
+"""`ullage bench` load-tests a running server, and finds the knee of throughput and latency."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ from ullage_verify.target import Target, TargetError, describe
 INTERRUPTED = 130
 LOADS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 OPEN_SHARES = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25)
-"""Rates of an open loop, as shares of the rate of eight concurrent clients."""
+"""Request rates to try in an open loop, as fractions of the rate that eight clients reach."""
 PROBE_CLIENTS = 8
 PERCENT = 100
 
@@ -45,7 +45,7 @@ exit status: 0 the knee is found, 1 it is worse than the baseline or no load kee
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the argument parser of `ullage bench`."""
     parser = commands.add_parser(
         "bench",
         help="measure a server's throughput over latency",
@@ -82,7 +82,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def count(text: str) -> int:
-    """Return a count (argparse uses this function's name in its error)."""
+    """Parse a count. argparse shows this function's name in its error message."""
     number = int(text)
     if not 0 <= number <= 1_000_000:
         raise argparse.ArgumentTypeError(f"{text}; use 0 to 1000000")
@@ -90,7 +90,7 @@ def count(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Return a time in seconds (argparse uses this function's name in its error)."""
+    """Parse a number of seconds. argparse shows this function's name in its error message."""
     number = float(text)
     if not 0 < number <= 24 * 3600:
         raise argparse.ArgumentTypeError(f"{text} s; use more than 0 and at most a day")
@@ -98,7 +98,7 @@ def seconds(text: str) -> float:
 
 
 def rate(text: str) -> float:
-    """Return a positive number (argparse uses this function's name in its error)."""
+    """Parse a positive number. argparse shows this function's name in its error message."""
     number = float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -106,7 +106,7 @@ def rate(text: str) -> float:
 
 
 def loads(text: str) -> tuple[float, ...]:
-    """Return increasing loads (argparse uses this function's name in its error)."""
+    """Parse increasing loads. argparse shows this function's name in its error message."""
     numbers = tuple(rate(part) for part in text.split(","))
     if list(numbers) != sorted(set(numbers)):
         raise argparse.ArgumentTypeError(f"{text} does not increase")
@@ -114,7 +114,7 @@ def loads(text: str) -> tuple[float, ...]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the loads, print each, and write the reports.
+    """Measure each load, print the results, and write the reports.
 
     Raises:
         LocalFailure: the server cannot be measured, or a file cannot be read or written.
@@ -182,7 +182,10 @@ async def _bench(url: str, baseline: Report | None, options: argparse.Namespace)
 def _with_conclusions(
     report: Report, baseline: Report | None, options: argparse.Namespace
 ) -> Report:
-    """Add cost, engines and regressions, if the options ask for them and there is a knee."""
+    """Return the report with the cost, engine count and regressions that the options request.
+
+    Without a knee, the report is returned unchanged.
+    """
     best = report.knee
     if best is None:
         return report
@@ -198,10 +201,10 @@ def _with_conclusions(
 
 
 def _check_same_test(report: Report, baseline: Report) -> None:
-    """Check that two reports have figures of the same test.
+    """Check that two reports are from tests with the same model, mode and request sizes.
 
     Raises:
-        TargetError: they have not.
+        TargetError: the tests differ.
     """
     for name in ("model", "mode", "input_tokens", "output_tokens", "prefix_tokens"):
         now = getattr(report, name)
@@ -213,7 +216,7 @@ def _check_same_test(report: Report, baseline: Report) -> None:
 
 
 async def _loads(target: Target, shape: Shape, options: argparse.Namespace) -> Sequence[float]:
-    """Return the loads to try. Those of an open loop follow from a short closed loop."""
+    """Return the loads to try. For an open loop, they are based on a preceding closed loop."""
     if options.mode != "open":
         return LOADS
     probe = await LOOPS["closed"](Sender(target, shape), PROBE_CLIENTS, options.seconds)
@@ -223,7 +226,7 @@ async def _loads(target: Target, shape: Shape, options: argparse.Namespace) -> S
 
 
 async def _num_engines(target: Target) -> int:
-    """Return the number of ready engines that the server reports, or 1."""
+    """Return how many ready engines serve ordinary requests (1 if the server reports none)."""
     engines = (await target.stats()).get("engines", ())
     ready = [engine for engine in engines if engine.get("state") == "ready"]
     # Ordinary requests do not reach the pool for large ones.
@@ -236,10 +239,10 @@ def _show(level: Level) -> None:
 
 
 def _read(path: Path) -> Report:
-    """Return an earlier report.
+    """Read the report of an earlier run from a file.
 
     Raises:
-        LocalFailure: the file cannot be read, or is not a report.
+        LocalFailure: the file cannot be read, is not a report, or has no knee.
     """
     try:
         report = reports.read(path.read_bytes())

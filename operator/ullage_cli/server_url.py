@@ -1,4 +1,4 @@
-"""The target of commands that call a server: a URL, or an LLMService in the cluster of kubectl."""
+"""Finds the server that a command calls: a URL, or an LLMService in kubectl's cluster."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ ReportT = TypeVar("ReportT")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a server and its model."""
+    """Add to a parser the options that select a server and its model."""
     parser.add_argument(
         "target", metavar="URL|SERVICE", help="base URL, or an LLMService with --namespace"
     )
@@ -27,7 +27,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def tokens(text: str) -> int:
-    """Return a number of tokens (argparse uses this function's name in its error)."""
+    """Parse a number of tokens. argparse shows this function's name in its error message."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
@@ -36,10 +36,10 @@ def tokens(text: str) -> int:
 
 @contextlib.contextmanager
 def server_url(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the base URL of the server.
+    """Yield the server's base URL. For an LLMService, forward a port during the block.
 
     Raises:
-        LocalFailure: the target is a name without a namespace, or cannot be reached.
+        LocalFailure: the LLMService has no namespace, or its router cannot be reached.
     """
     if "://" in options.target:
         yield options.target
@@ -57,7 +57,7 @@ def server_url(options: argparse.Namespace) -> Iterator[str]:
 def write_reports(
     report: ReportT, forms: Sequence[tuple[Path | None, Callable[[ReportT], str]]]
 ) -> None:
-    """Write a report in each form that has a file.
+    """Write a report in each format for which a file was chosen.
 
     Raises:
         LocalFailure: a file cannot be written.

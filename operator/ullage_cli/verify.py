@@ -1,4 +1,4 @@
-"""`ullage verify` checks a running server: overload, large prompts, long runs and faults."""
+"""`ullage verify` checks how a running server handles overload, large prompts and faults."""
 
 import argparse
 import asyncio
@@ -49,7 +49,7 @@ answer, 130 interrupted
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the argument parser of `ullage verify`."""
     parser = commands.add_parser(
         "verify",
         help="check what clients of a server see under load and faults",
@@ -93,7 +93,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def positive(text: str) -> int:
-    """Return a positive integer (argparse uses this function's name in its error)."""
+    """Parse a positive integer. argparse shows this function's name in its error message."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
@@ -101,7 +101,7 @@ def positive(text: str) -> int:
 
 
 def minutes(text: str) -> float:
-    """Return a duration in minutes (argparse uses this function's name in its error)."""
+    """Parse a number of minutes. argparse shows this function's name in its error message."""
     number = float(text)
     if not 0.1 <= number <= 24 * 60:
         raise argparse.ArgumentTypeError(f"{text} minutes; use 0.1 to {24 * 60}")
@@ -158,10 +158,12 @@ async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -
 
 @contextlib.contextmanager
 def _faults(options: argparse.Namespace) -> Iterator[Mapping[str, Fault]]:
-    """Yield the faults that the options permit, and undo at the end what can be undone.
+    """Yield the faults that the options permit, by name.
+
+    At the end of the block, processes that a fault stopped are resumed.
 
     Raises:
-        TargetError: the options name nothing that exists.
+        TargetError: the process does not exist, or the pod's namespace is missing.
     """
     if options.pod and not options.namespace:
         raise TargetError("--pod needs --namespace")
@@ -177,14 +179,14 @@ def _faults(options: argparse.Namespace) -> Iterator[Mapping[str, Fault]]:
 
 
 class Screen:
-    """Prints criteria to stdout, and on a terminal the current step below them."""
+    """Prints criteria to standard output, and shows the current step on a terminal."""
 
     def __init__(self) -> None:
         self._is_live = sys.stderr.isatty()
         self._scenario = ""
 
     def show(self, criterion: Criterion) -> None:
-        """Print a criterion, below the name of its scenario."""
+        """Print a criterion. Before a scenario's first criterion, print the scenario's name."""
         self.progress("")
         if criterion.scenario != self._scenario:
             self._scenario = criterion.scenario
@@ -192,6 +194,6 @@ class Screen:
         print(reports.line(criterion), flush=True)
 
     def progress(self, step: str) -> None:
-        """Replace the current step on a terminal."""
+        """Show the current step in place of the previous one, if standard error is a terminal."""
         if self._is_live:
             print(f"\r\033[K{step and f'  … {step}'}", end="", file=sys.stderr, flush=True)

@@ -184,7 +184,7 @@ class RouterPages:
         """Fetch `/stats` and `/metrics` as one sample.
 
         Raises:
-            LocalFailure: the router does not answer, or is not an Ullage router.
+            LocalFailure: the router does not respond, or is not an Ullage router.
         """
         url = self._url()
         stats = self._page(f"{url}/stats")
@@ -199,7 +199,7 @@ class RouterPages:
         """Fetch one page from the router.
 
         Raises:
-            LocalFailure: the router does not answer with status 200.
+            LocalFailure: the router does not respond with status 200.
         """
         try:
             page = self._http.get(url)

@@ -23,7 +23,7 @@ ACTION_STYLES = {
     "reject": "bold red",
 }
 PARTS = (("used", "blue"), ("committed", "bright_blue"), ("reclaimable", "green"))
-"""Uses of KV memory that a bar distinguishes, with their colours."""
+"""Uses of KV memory that a bar shows separately, with their colours."""
 BLOCKS = "█▓▒░"
 """Characters of a bar: one for each use of memory in PARTS, then one for free memory."""
 LETTERS = "#=+."

@@ -1,6 +1,6 @@
 """Computes the values that `ullage top` shows at one moment, from two samples of a router.
 
-This module has only pure functions. They use neither HTTP nor a clock.
+This module has no I/O and no clock.
 """
 
 from collections import Counter, defaultdict
@@ -96,7 +96,7 @@ class Frame(msgspec.Struct, frozen=True):
     tokens_per_s: float
     """Decode speed of all running sequences on all engines."""
     answered_tokens_per_s: float
-    """Output tokens per second, counting only finished answers."""
+    """Output tokens per second, counting only finished responses."""
     refused_per_s: float
     inflight: int
     queue_requests: int
