@@ -1,6 +1,6 @@
-"""The figures of one level of load, and the knee of several levels.
+"""Computes throughput and latency at each load level, and finds the knee among several levels.
 
-This module is pure. It uses neither a network nor a clock.
+This module has no I/O and no clock.
 """
 
 import math
@@ -12,28 +12,28 @@ from ullage_verify.client import Answer
 from ullage_verify.quantiles import quantile
 
 MIN_STEADY = 4
-"""Least number of answers under the full load from which a rate is computed."""
+"""Minimum number of responses under full load from which rates are computed."""
 MIN_S = 0.001
 
 
 class Level(msgspec.Struct, frozen=True):
-    """The figures of one level of load. Times are in seconds."""
+    """Throughput and latency measured at one load level. Times are in seconds."""
 
     load: float
-    """Concurrent clients of a closed loop, or requests per second of an open one."""
+    """Number of concurrent clients, or requests per second in an open loop."""
     requests: int
-    """Number of requests that were answered completely."""
+    """Number of requests that received a complete response."""
     refused: int
-    """Number of requests that were refused with 429 or 503."""
+    """Number of requests that were refused with status 429 or 503."""
     failed: int
     """Number of requests that failed in any other way."""
     requests_per_s: float
     tokens_per_s: float
-    """Output tokens of complete answers per second."""
+    """Output tokens per second, counting only complete responses."""
     ttft_p50: float
     ttft_p95: float
     token_p50: float
-    """Median time per output token after the first one."""
+    """Median of the responses' mean time per output token, excluding the first token."""
     e2e_p50: float
     e2e_p95: float
 
@@ -48,15 +48,15 @@ class Level(msgspec.Struct, frozen=True):
 
 
 class Objectives(msgspec.Struct, frozen=True):
-    """Limits that a level of load must keep. Times are in seconds."""
+    """Limits that an acceptable load level must not exceed. Times are in seconds."""
 
     ttft_p95: float = math.inf
     e2e_p95: float = math.inf
     max_refused_share: float = 0.01
-    """Largest share of requests that may be refused or fail."""
+    """Maximum fraction of requests that may be refused or fail."""
 
     def hold(self, level: Level) -> bool:
-        """Return whether a level of load keeps all limits."""
+        """Return whether a load level stays within all limits."""
         total = level.requests + level.refused + level.failed
         lost = (level.refused + level.failed) / total if total else 1.0
         return (
@@ -67,15 +67,15 @@ class Objectives(msgspec.Struct, frozen=True):
 
 
 def measure(load: float, answers: Sequence[Answer], ends_at: float) -> Level:
-    """Return the figures of a level of load.
+    """Compute the throughput and latency of a load level from its responses.
 
-    Rates count the answers from the first one's end until no more requests were sent, because the
-    load is lower before and after that.
+    Rates only count responses that ended after the first response and before `ends_at`, because
+    the load is lower outside this period.
 
     Args:
-        load: concurrent clients, or requests per second.
-        answers: all answers of the level.
-        ends_at: moment from which no more requests were sent, on the monotonic clock.
+        load: number of concurrent clients, or requests per second.
+        answers: all responses at this load level.
+        ends_at: time after which no more requests were sent, on the monotonic clock.
     """
     whole = [answer for answer in answers if answer.is_whole]
     refused = sum(answer.is_refused for answer in answers)
@@ -101,9 +101,9 @@ def measure(load: float, answers: Sequence[Answer], ends_at: float) -> Level:
 
 
 def _steady(whole: Sequence[Answer], ends_at: float) -> tuple[Sequence[Answer], float]:
-    """Return the answers that ended under the full load, and the seconds of that time.
+    """Return the responses that ended under full load, and the length of this period in seconds.
 
-    If there are too few of them, return all answers and the time that they took together.
+    If there are too few of them, return all responses and the time that they took together.
     """
     starts_at = min((answer.ended_at for answer in whole), default=0.0)
     counted = [answer for answer in whole if starts_at < answer.ended_at <= ends_at]
@@ -115,13 +115,13 @@ def _steady(whole: Sequence[Answer], ends_at: float) -> tuple[Sequence[Answer], 
 
 
 def knee(levels: Sequence[Level], objectives: Objectives) -> Level | None:
-    """Return the level with the largest power among the levels that keep the objectives.
+    """Return the level with the highest power among those that meet the objectives, or None.
 
-    If the objectives limit a time, the level with the most requests per second is the answer
-    instead, because users with a limit want all that is possible below it.
+    If the objectives limit a latency, the level with the most requests per second is returned
+    instead, because users with a latency limit want the maximum throughput within it.
 
     Returns:
-        The level, or None if no level keeps the objectives.
+        The level, or None if no level meets the objectives.
     """
     kept = [level for level in levels if level.requests and objectives.hold(level)]
     if not kept:
@@ -132,12 +132,12 @@ def knee(levels: Sequence[Level], objectives: Objectives) -> Level | None:
 
 
 def engines_for(rate: float, level: Level, num_engines: int) -> int:
-    """Return how many engines carry a rate with the load of this level on each.
+    """Return how many engines a request rate needs if each engine has the load of this level.
 
     Args:
         rate: requests per second.
-        level: the figures of a service.
-        num_engines: number of engines that the service had.
+        level: the measured level of a service.
+        num_engines: number of engines that the service had in the measurement.
     """
     per_engine = level.requests_per_s / num_engines
     # A rate that is an exact multiple must not need one engine more because of rounding.
@@ -145,20 +145,20 @@ def engines_for(rate: float, level: Level, num_engines: int) -> int:
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """Cost at one level of load, in the currency of the price."""
+    """Cost of serving at one load level, in the currency of the engine price."""
 
     per_request: float
     per_million_tokens: float
-    """Cost of a million output tokens."""
+    """Cost per million output tokens."""
 
 
 def cost_of(level: Level, price_per_hour: float, num_engines: int) -> Cost:
-    """Return the cost of requests and tokens.
+    """Return the cost per request and per million output tokens at a load level.
 
     Args:
-        level: the figures of a service.
-        price_per_hour: price of one engine with its devices.
-        num_engines: number of engines that the service had.
+        level: the measured level of a service.
+        price_per_hour: price per hour of one engine, including its devices.
+        num_engines: number of engines that the service had in the measurement.
     """
     per_s = price_per_hour * num_engines / 3600
     return Cost(
@@ -168,12 +168,12 @@ def cost_of(level: Level, price_per_hour: float, num_engines: int) -> Cost:
 
 
 def regressions(level: Level, baseline: Level, tolerance: float) -> Sequence[str]:
-    """Return descriptions of figures that are worse than in an earlier run.
+    """Describe each rate or latency that is worse than in an earlier run.
 
     Args:
-        level: the figures of this run's knee.
-        baseline: the figures of the earlier run's knee.
-        tolerance: share by which a figure may be worse, for example 0.1.
+        level: the knee of this run.
+        baseline: the knee of the earlier run.
+        tolerance: fraction by which a value may be worse, for example 0.1.
     """
     worse: list[str] = []
     for name in ("requests_per_s", "tokens_per_s"):

@@ -1,4 +1,4 @@
-"""Ways to put load on a server: a closed loop, an open loop, and conversations."""
+"""Generates load on a server, with a closed loop, an open loop or conversations."""
 
 import asyncio
 import itertools
@@ -12,30 +12,30 @@ from ullage_verify.client import Answer
 from ullage_verify.target import Target
 
 PAUSE_S = 1.0
-"""Pause of a client after a failure, or after a refusal that names no time."""
+"""Seconds for which a client pauses after a failure, or a refusal without Retry-After."""
 TURNS = 4
-"""Turns of a conversation."""
+"""Number of turns in a conversation."""
 Numbers = Iterator[int]
-"""Numbers of prompts that no other request has."""
+"""Prompt numbers, each of which is used for only one request."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The requests of a load test."""
+    """Prompt and response sizes of a load test's requests, in tokens."""
 
     input_tokens: int = 180
     output_tokens: int = 64
     prefix_tokens: int = 0
-    """Tokens at the beginning of every prompt, which all requests share."""
+    """Number of tokens at the start of each prompt that are the same in all requests."""
 
 
 class Sender:
-    """Sends requests of one shape, each with a prompt that no cache has seen.
+    """Sends requests of one shape. Apart from the shared prefix, each prompt is new to caches.
 
     Args:
         target: the server.
         shape: the sizes of the requests.
-        seed: number of the run. Runs with other seeds send other prompts.
+        seed: seed of the prompts. Runs with different seeds send different prompts.
     """
 
     def __init__(self, target: Target, shape: Shape, seed: int = 0) -> None:
@@ -47,11 +47,14 @@ class Sender:
             self._prefix = str(target.prompt(999, shape.prefix_tokens)[0]["content"])
 
     async def request(self) -> Answer:
-        """Send one request, and return its answer."""
+        """Send one request, and return its response."""
         return await self._chat([self._turn()])
 
     async def conversation(self) -> Sequence[Answer]:
-        """Send the turns of a conversation, each with all turns before it."""
+        """Send the turns of a conversation, each with its history, and return the responses.
+
+        The conversation ends early if a response is incomplete.
+        """
         answers: list[Answer] = []
         messages: list[dict[str, str]] = []
         for _ in range(TURNS):
@@ -75,7 +78,7 @@ class Sender:
 
 
 async def closed_loop(sender: Sender, clients: float, seconds: float) -> Level:
-    """Let clients send one request after the other for some seconds.
+    """Let each client send one request after another for `seconds`, and measure the level.
 
     Args:
         sender: sends the requests.
@@ -95,12 +98,12 @@ async def closed_loop(sender: Sender, clients: float, seconds: float) -> Level:
 
 
 async def open_loop(sender: Sender, rate: float, seconds: float) -> Level:
-    """Send requests at random times for some seconds, whether or not earlier ones have ended.
+    """Send requests at random times for `seconds`, whether or not earlier ones have ended.
 
     Args:
         sender: sends the requests.
         rate: mean number of requests per second, with exponential gaps (a Poisson process).
-        seconds: time after which no request is sent.
+        seconds: time after which no more requests are sent.
     """
     chooser = random.Random(rate)
     began = time.monotonic()
@@ -115,12 +118,12 @@ async def open_loop(sender: Sender, rate: float, seconds: float) -> Level:
 
 
 async def conversations(sender: Sender, clients: float, seconds: float) -> Level:
-    """Let clients hold one conversation after the other for some seconds.
+    """Let each client hold one conversation after another for `seconds`, and measure the level.
 
     Args:
         sender: sends the requests.
         clients: number of concurrent clients.
-        seconds: time after which no client begins another conversation.
+        seconds: time after which no client starts another conversation.
     """
 
     async def client() -> None:
@@ -135,7 +138,7 @@ async def conversations(sender: Sender, clients: float, seconds: float) -> Level
 
 
 async def _pause_after(answer: Answer, ends_at: float) -> None:
-    """Wait after a refusal as the server asks, and after a failure for a moment."""
+    """Wait for the response's Retry-After, or else PAUSE_S, unless it was complete."""
     if not answer.is_whole:
         wait_s = answer.retry_after_s or PAUSE_S
         await asyncio.sleep(max(0.0, min(wait_s, ends_at - time.monotonic())))
@@ -156,14 +159,14 @@ async def sweep(
     seconds: float,
     show: Callable[[Level], None],
 ) -> Sequence[Level]:
-    """Measure increasing loads, and stop when more load brings less.
+    """Measure increasing loads, and stop once more load no longer increases throughput.
 
     Args:
         loop: one of LOOPS.
         sender: sends the requests.
         loads: increasing loads.
         seconds: duration of each load.
-        show: receives each level as soon as it is measured.
+        show: called with each level as soon as it is measured.
     """
     levels: list[Level] = []
     for load in loads:
@@ -176,6 +179,6 @@ async def sweep(
 
 
 def _is_past_the_knee(levels: Sequence[Level]) -> bool:
-    """Return whether two loads in a row brought fewer requests per second than the best one."""
+    """Return whether the last two levels both have fewer requests per second than the best."""
     best = max(level.requests_per_s for level in levels)
     return len(levels) > 2 and all(level.requests_per_s < best for level in levels[-2:])

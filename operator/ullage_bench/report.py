@@ -1,4 +1,4 @@
-"""A load test as lines for a terminal, as JSON, as a table in Markdown and as a picture."""
+"""Formats a load test as lines for a terminal, JSON, a Markdown table or an SVG picture."""
 
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
@@ -18,7 +18,7 @@ BOTTOM = 50
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The outcome of a load test."""
+    """The settings and results of a load test."""
 
     url: str
     model: str
@@ -30,22 +30,22 @@ class Report(msgspec.Struct, frozen=True):
     levels: Sequence[Level]
     objectives: Objectives
     knee: Level | None
-    """None if no level keeps the objectives."""
+    """The best load level, or None if no level meets the objectives."""
     cost: Cost | None = None
     rate: float | None = None
-    """Wanted requests per second."""
+    """Requests per second for which to calculate the number of engines, or None."""
     engines: int | None = None
-    """Number of engines that carry the wanted rate."""
+    """Number of engines that `rate` needs, or None if no rate was given."""
     regressions: Sequence[str] = ()
 
 
 def head() -> str:
-    """Return the head of the table for a terminal."""
+    """Return the header line of the table for a terminal."""
     return " ".join(name.rjust(width) for name, width in zip(HEADS, WIDTHS, strict=True))
 
 
 def row(level: Level) -> str:
-    """Return a level as a line below the head."""
+    """Format a load level as a line of the table for a terminal."""
     return " ".join(cell.rjust(width) for cell, width in zip(_cells(level), WIDTHS, strict=True))
 
 
@@ -69,7 +69,7 @@ def _time(seconds: float) -> str:
 
 
 def conclusions(report: Report) -> Sequence[str]:
-    """Return the sentences below the table."""
+    """Return the sentences to print below the table, such as the knee and the cost."""
     if report.knee is None:
         return ["no level of load keeps the objectives; raise them, or send less"]
     level = report.knee
@@ -89,15 +89,15 @@ def conclusions(report: Report) -> Sequence[str]:
 
 
 def as_json(report: Report) -> str:
-    """Return a load test as JSON with a final newline. Limits that are off are null."""
+    """Format a load test as JSON with a final newline. Unset limits become null."""
     return msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
 
 
 def read(text: bytes) -> Report:
-    """Return the load test that `as_json` wrote.
+    """Parse a load test from JSON that `as_json` wrote.
 
     Raises:
-        msgspec.ValidationError: the text is not such a report.
+        msgspec.ValidationError: the JSON is not a load test's report.
         msgspec.DecodeError: the text is not JSON.
     """
     document = msgspec.json.decode(text)
@@ -110,14 +110,14 @@ def read(text: bytes) -> Report:
 
 
 def as_markdown(report: Report) -> str:
-    """Return a load test as a table with a row for each level."""
+    """Format a load test as a Markdown table with one row per load level."""
     rows = [HEADS, ("---:",) * len(HEADS), *map(_cells, report.levels)]
     table = "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
     return table + "".join(f"\n{line}\n" for line in conclusions(report))
 
 
 def as_svg(report: Report) -> str:
-    """Return throughput over latency as a curve, with the knee marked."""
+    """Draw throughput against latency as an SVG curve, with the knee marked."""
     levels = [level for level in report.levels if level.requests]
     most_x = max((level.e2e_p50 for level in levels), default=1.0)
     most_y = max((level.requests_per_s for level in levels), default=1.0)

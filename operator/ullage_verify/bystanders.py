@@ -1,4 +1,4 @@
-"""Clients that stream ordinary answers while something goes wrong for others."""
+"""Clients that stream ordinary responses while other requests or faults disturb the server."""
 
 import asyncio
 import contextlib
@@ -13,21 +13,21 @@ from ullage_verify.target import Target
 
 QUESTIONS = tuple(kind.question for kind in KINDS if kind.name == "greedy")
 BEGUN_PIECES = 5
-"""Events with text that each stream has before the disturbance begins."""
+"""Number of events with text that each stream must have received before the disturbance begins."""
 POLL_S = 0.01
 MIN_TOKENS = 200
 MIN_STREAM_S = 3.0
-"""Least duration of a stream, so that faults fall into its middle."""
+"""Minimum duration of a stream in seconds, so that faults happen while it is running."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The bystanders' answers without a disturbance."""
+    """The bystanders' responses in a run without a disturbance, for comparison."""
 
     texts: Sequence[str]
-    """The texts, or empty if two undisturbed runs differ."""
+    """Response texts by question (empty if the texts of two undisturbed runs differ)."""
     tokens: int
-    """Number of tokens in each answer."""
+    """Maximum number of tokens in each response."""
 
 
 @dataclass
@@ -37,10 +37,10 @@ class Bystanders:
     reference: Reference
     answers: list[Answer] = field(default_factory=list)
     disturbed_at: float | None = None
-    """Moment of a fault, which must be in the middle of the streams. None: requests disturb."""
+    """Time of the fault on the monotonic clock, or None if requests cause the disturbance."""
 
     def check(self, checks: Checks, name: str, max_gap_s: float) -> None:
-        """Add the criteria of streams that a disturbance must not harm."""
+        """Check that the streams are complete, paused only briefly, and have the expected texts."""
         if not self._was_disturbed():
             checks.skip(name, "the streams of others had ended before it happened")
             return
@@ -61,7 +61,7 @@ class Bystanders:
         checks.holds(f"{name}: the same words", same == count, f"{count}", f"{same} of {count}")
 
     def num_same(self) -> int:
-        """Return how many answers have the words of the undisturbed run, at least one word."""
+        """Return how many responses have the same nonempty text as in the undisturbed run."""
         pairs = zip(self.answers, self.reference.texts, strict=True)
         return sum(answer.text == text != "" for answer, text in pairs)
 
@@ -71,9 +71,9 @@ class Bystanders:
 
 
 async def undisturbed(target: Target) -> Reference:
-    """Return the answers that bystanders get without a disturbance.
+    """Return the responses that bystanders get without a disturbance.
 
-    Their streams take at least MIN_STREAM_S, as far as the context allows it.
+    They are long enough to take at least MIN_STREAM_S, unless the model's context is too short.
     """
     began = time.monotonic()
     await _texts(target, MIN_TOKENS)
@@ -91,9 +91,9 @@ async def _texts(target: Target, tokens: int) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def bystanders(target: Target, reference: Reference) -> AsyncIterator[Bystanders]:
-    """Let three streams run during the block, which begins when all have text.
+    """Run three streams in the background. The block begins once all of them receive text.
 
-    Their answers are complete after the block.
+    After the block, the yielded object contains the complete responses.
     """
     begun = 0
 

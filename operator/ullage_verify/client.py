@@ -1,4 +1,4 @@
-"""A client of OpenAI's HTTP API that records everything an ordinary client would notice."""
+"""A client of OpenAI's HTTP API that records statuses, texts, pauses and failures of responses."""
 
 import asyncio
 import json
@@ -13,15 +13,15 @@ from typing import Any, Self
 import aiohttp
 
 SILENCE_S = 60.0
-"""Longest wait for the next byte of an answer, seconds."""
+"""Maximum number of seconds to wait for the next byte of a response."""
 MAX_ERROR_CHARS = 300
 CONNECT_S = 10.0
 DEFAULT_BUFFER_BYTES = 1 << 16
 MAX_TRIES = 10
-"""Maximum number of requests of a client that obeys Retry-After."""
+"""Maximum number of times that a client sends a request if it obeys Retry-After."""
 
 MAX_RETRY_AFTER_S = 120.0
-"""Longest Retry-After that a client obeys, seconds."""
+"""Longest Retry-After, in seconds, for which a client waits before it retries."""
 _TEXT_FIELDS = ("reasoning_content", "reasoning", "content", "text")
 
 Document = Mapping[str, Any]
@@ -32,30 +32,30 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass
 class Answer:
-    """The outcome of one request. Moments are in seconds, on the monotonic clock."""
+    """The outcome of one request. Times are in seconds, on the monotonic clock."""
 
     began_at: float
     status: int = 0
     """HTTP status, or 0 if the server sent none."""
     retry_after_s: float | None = None
     error: str = ""
-    """Description of the failure, empty for a complete answer."""
+    """Description of the failure (empty for a complete response)."""
     texts: dict[int, str] = field(default_factory=dict)
     """Text of each choice, with the names and arguments of its tool calls."""
     finish_reason: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
     num_pieces: int = 0
-    """Events with text."""
+    """Number of stream events that contained text."""
     first_at: float | None = None
-    """Moment of the first text."""
+    """Time at which the first text arrived."""
     last_at: float | None = None
-    """Moment of the last text."""
+    """Time at which the last text arrived."""
     ended_at: float = 0.0
     longest_gap_s: float = 0.0
     """Longest time between two events with text, or between the last one and the failure."""
     body: Document = field(default_factory=dict)
-    """Parsed body of an answer that is not a stream."""
+    """Parsed body of a response that is not a stream."""
 
     @property
     def text(self) -> str:
@@ -64,17 +64,17 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the answer ended as the API promises."""
+        """Return whether the response is complete and ended as OpenAI's API specifies."""
         return self.status == 200 and not self.error
 
     @property
     def is_refused(self) -> bool:
-        """Return whether the server refused the request in an orderly way: 429 or 503."""
+        """Return whether the server refused the request with status 429 or 503."""
         return self.status in (429, 503)
 
     @property
     def ttft_s(self) -> float:
-        """Return the time to the first token, or to the end of an answer without text."""
+        """Return the seconds to the first token, or to the end of a response without text."""
         return (self.first_at or self.ended_at) - self.began_at
 
     @property
@@ -83,13 +83,13 @@ class Answer:
 
     @property
     def outcome(self) -> str:
-        """Return the status as a word for tables: "200", "429", "broken" or "silent"."""
+        """Return the outcome as a word for tables: an HTTP status, "broken" or "silent"."""
         if self.status == 200 and self.error:
             return "silent" if self.error.startswith("silent") else "broken"
         return str(self.status) if self.status else self.error.partition(" ")[0]
 
     def add_text(self, text: str, index: int = 0) -> None:
-        """Append text of a choice that arrived now."""
+        """Append text that has just arrived to a choice."""
         now = time.monotonic()
         if self.last_at is not None:
             self.longest_gap_s = max(self.longest_gap_s, now - self.last_at)
@@ -106,7 +106,7 @@ class Page:
     status: int
     """HTTP status, or 0 if the server sent none."""
     text: str
-    """The body, or without a status the failure."""
+    """The response body, or a description of the failure if `status` is 0."""
 
 
 class Client:
@@ -114,10 +114,10 @@ class Client:
 
     Args:
         url: base URL, with or without /v1.
-        key: API key, empty if the server needs none.
-        silence_s: longest wait for the next byte of an answer, seconds.
-        buffer_bytes: size of the buffers that receive answers. With small ones the server notices a
-            slow reader early. 0 keeps the system's sizes.
+        key: API key (empty if the server needs none).
+        silence_s: maximum number of seconds to wait for the next byte of a response.
+        buffer_bytes: size of the receive buffers (0 for the system's default). If they are small,
+            the server soon notices that a client reads slowly.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Client:
         )
 
     def with_buffers(self, num_bytes: int) -> "Client":
-        """Return another client of the same server, with receive buffers of this size."""
+        """Return another client of the same server, with receive buffers of `num_bytes`."""
         return Client(self.url, self._key, buffer_bytes=num_bytes)
 
     async def __aenter__(self) -> Self:
@@ -163,14 +163,15 @@ class Client:
         on_text: Callable[[Answer], Any] | None = None,
         **fields: Any,
     ) -> Answer:
-        """Stream a greedy chat completion to its end.
+        """Request a greedy chat completion as a stream, and read it to its end.
 
         Args:
             model: name of the model.
             messages: the prompt.
-            max_tokens: maximum number of tokens in the answer.
-            on_text: called after each event with text. An awaitable result delays the next read.
-            fields: further fields of the request, which win over the ones above.
+            max_tokens: maximum number of tokens in the response.
+            on_text: called after each event with text. If it returns an awaitable, the client
+                awaits it before it reads on.
+            fields: further fields of the request, which take precedence over all others.
         """
         body = {
             "model": model,
@@ -186,9 +187,9 @@ class Client:
     async def post(
         self, path: str, body: Document, on_text: Callable[[Answer], Any] | None = None
     ) -> Answer:
-        """Send a request below /v1, and read the answer to its end.
+        """Send a request to a path below /v1, and read the response to its end.
 
-        A failure of the server is part of the answer and raises no exception.
+        If the server fails, the returned `Answer` describes the failure. No exception is raised.
         """
         answer = Answer(time.monotonic())
         try:
@@ -215,11 +216,11 @@ class Client:
     async def obey(
         self, model: str, messages: Messages, max_tokens: int, **fields: Any
     ) -> Sequence[Answer]:
-        """Send a request, and again after each refusal at the time that the server named.
+        """Send a request, and retry it after each refusal once its Retry-After has expired.
 
         Returns:
-            The answers to all tries. The last one is a refusal only if the server never accepted
-            the request, or named no time that a client would wait.
+            The responses to all tries. The last one is a refusal only if the server refused
+            MAX_TRIES times, or sent no Retry-After or one above MAX_RETRY_AFTER_S.
         """
         answers: list[Answer] = []
         for _ in range(MAX_TRIES):
@@ -231,7 +232,7 @@ class Client:
         return answers
 
     async def get(self, path: str) -> Page:
-        """Return a page of the server. A failure of the server is part of the page."""
+        """Fetch a page from the server. If there is no response, `status` is 0 in the result."""
         try:
             async with self._http.get(f"{self.url}{path}") as response:
                 return Page(response.status, await response.text(errors="replace"))
@@ -239,12 +240,12 @@ class Client:
             return Page(0, str(error) or type(error).__name__)
 
     async def page(self, path: str) -> str | None:
-        """Return the text of a page, or None if the server does not serve the page."""
+        """Return the text of a page, or None if the status of the response is not 200."""
         page = await self.get(path)
         return page.text if page.status == 200 else None
 
     async def document(self, path: str) -> Document:
-        """Return a JSON object, empty if the server does not serve one."""
+        """Return the JSON object at a path (empty if the server does not serve one there)."""
         text = await self.page(path)
         try:
             document = json.loads(text) if text else None
@@ -291,10 +292,10 @@ def _read_body(body: object, answer: Answer) -> None:
 
 
 def _object(value: object) -> Document:
-    """Return a JSON object.
+    """Return a parsed JSON value after checking that it is an object.
 
     Raises:
-        ValueError: the value is something else.
+        ValueError: the value is not an object.
     """
     if not isinstance(value, dict):
         raise ValueError(f"the server sent {str(value)[:40]!r} in place of an object")
@@ -302,7 +303,7 @@ def _object(value: object) -> Document:
 
 
 def _text_of(part: Document) -> str:
-    """Return the text of a message, a delta or a choice, with its thoughts and tool calls."""
+    """Return the text of a message, delta or choice, including its reasoning and tool calls."""
     calls = [call.get("function") or {} for call in part.get("tool_calls") or ()]
     words = [part.get(name) or "" for name in _TEXT_FIELDS]
     words += [f"{call.get('name') or ''}{call.get('arguments') or ''}" for call in calls]
@@ -316,7 +317,7 @@ def _add_usage(document: Document, answer: Answer) -> None:
 
 
 def _socket(num_bytes: int, address: Any) -> socket.socket:
-    """Return a socket with a receive buffer of this size."""
+    """Return a socket with a receive buffer of the given size."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_bytes)

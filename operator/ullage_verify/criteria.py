@@ -1,16 +1,16 @@
-"""Criteria, their outcomes, and the collection of both during a run."""
+"""The criteria that a server must meet, and a collector of their outcomes during a run."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 Verdict = Literal["passed", "failed", "skipped"]
-"""Outcome of a criterion. A skipped one names the reason."""
+"""Outcome of a criterion. If a criterion is skipped, its `seen` is the reason."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """One promise, its limit, and the value seen."""
+    """One checked property of a server, with its limit, the observed value and the verdict."""
 
     scenario: str
     name: str
@@ -27,7 +27,7 @@ class Checks:
 
     Args:
         scenario: name of the scenario.
-        show: receives every criterion as soon as it is decided.
+        show: called with each criterion as soon as its verdict is known.
     """
 
     def __init__(self, scenario: str, show: Callable[[Criterion], None]) -> None:
@@ -38,19 +38,19 @@ class Checks:
         self._show = show
 
     def holds(self, name: str, is_true: bool, limit: str, seen: str) -> None:
-        """Add a criterion that is passed if `is_true`."""
+        """Add a criterion, which is passed if `is_true` and failed otherwise."""
         self._add(name, limit, seen, "passed" if is_true else "failed")
 
     def at_most(self, name: str, value: float, limit: float, unit: str = "s") -> None:
-        """Add a criterion that is passed if the value is not above the limit."""
+        """Add a criterion, which is passed if the value is at most the limit."""
         self.holds(name, value <= limit, f"≤ {limit:.4g} {unit}", f"{value:.4g} {unit}")
 
     def at_least(self, name: str, value: float, limit: float, unit: str = "") -> None:
-        """Add a criterion that is passed if the value is not below the limit."""
+        """Add a criterion, which is passed if the value is at least the limit."""
         self.holds(name, value >= limit, f"≥ {limit:.4g} {unit}", f"{value:.4g} {unit}".rstrip())
 
     def skip(self, name: str, reason: str) -> None:
-        """Add a criterion that this server or these options cannot decide."""
+        """Add a skipped criterion, which cannot be checked on this server or with these options."""
         self._add(name, "", reason, "skipped")
 
     def _add(self, name: str, limit: str, seen: str, verdict: Verdict) -> None:

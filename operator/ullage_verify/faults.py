@@ -1,4 +1,4 @@
-"""Faults for a server: signals, memory that is really exhausted, and a pod that is deleted."""
+"""Injects faults into a server: sends signals, exhausts memory, or deletes a pod."""
 
 import asyncio
 import contextlib
@@ -15,30 +15,33 @@ from ullage_verify.processes import ServerProcesses
 from ullage_verify.target import TargetError
 
 GROUP = f"ullage-verify-{os.getpid()}"
-"""Name of the control group."""
+"""Name of the control group that caps a process's memory."""
 FREE_BYTES = 128 << 20
-"""Memory that the control group leaves free before it is filled."""
+"""Bytes by which the control group's limit exceeds its use before the group is filled."""
 DELETE_TIMEOUT_S = 60.0
 ADMIN_TIMEOUT_S = 10.0
 OOM_AFTER_STEPS = 0
-"""The next step runs out of memory, so that no fault is left for later requests."""
+"""Number of engine steps before an injected fault.
+
+With 0, the next step fails, so that no fault is left for later requests.
+"""
 
 Fault = Callable[[], Awaitable[None]]
-"""Does the harm. It returns as soon as the fault has happened.
+"""A function that injects a fault into the server, and returns once the fault has happened.
 
 Raises:
-    TargetError: the fault cannot be made here.
+    TargetError: the fault cannot be injected into this server.
 """
 
 
 @contextlib.contextmanager
 def process_faults(pid: int) -> Iterator[Mapping[str, Fault]]:
-    """Yield the faults for a server on this machine, by name.
+    """Yield the faults that can be injected into a server on this machine, by name.
 
-    Processes that were stopped and not replaced continue at the end.
+    At the end of the block, stopped processes that have not been replaced are resumed.
 
     Args:
-        pid: the server's first process.
+        pid: the id of the server's first process.
 
     Raises:
         TargetError: there is no such process.
@@ -61,12 +64,12 @@ async def _signal(processes: ServerProcesses, number: signal.Signals) -> None:
 
 
 async def _exhaust_memory(processes: ServerProcesses) -> None:
-    """Cap the memory of the process that computes, and fill it until the kernel kills the process.
+    """Cap the memory of the server's busiest process, and use it up until the kernel kills it.
 
-    The cap applies to the busiest process alone, so the kernel can kill no other one.
+    The cap applies to no other process of the server, so the kernel cannot kill another one.
 
     Raises:
-        TargetError: this user may not limit memory.
+        TargetError: this user may not limit memory, or the kernel has killed no process in time.
     """
     try:
         with memory_limit(GROUP) as group:
@@ -84,7 +87,7 @@ async def _exhaust_memory(processes: ServerProcesses) -> None:
 
 
 def admin_faults(address: str) -> Mapping[str, Fault]:
-    """Return the faults that an engine of Ullage makes itself, by name.
+    """Return the faults that an Ullage engine can inject into itself, by name.
 
     Args:
         address: gRPC address of the engine, HOST:PORT.
@@ -106,7 +109,7 @@ async def _inject(address: str, kind: admin_pb2.FaultKind) -> None:
 
 
 def pod_faults(namespace: str, pod: str) -> Mapping[str, Fault]:
-    """Return the faults for a pod, by name. They need kubectl.
+    """Return the faults that kubectl can inject into a pod, by name.
 
     Args:
         namespace: namespace of the pod.

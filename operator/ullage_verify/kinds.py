@@ -1,4 +1,4 @@
-"""Kinds of requests whose answers must survive a fault, each in its own way."""
+"""Kinds of requests, for example greedy ones, whose responses must be unaffected by a fault."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ _WEATHER = {
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """A kind of request."""
+    """A kind of request: its question, and fields such as sampling parameters."""
 
     name: str
     question: str
     fields: Mapping[str, Any]
-    """Fields of the request, besides the question and the number of tokens."""
+    """Fields of the request in addition to the question and the number of tokens."""
 
 
 KINDS = (

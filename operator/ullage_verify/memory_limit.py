@@ -1,4 +1,4 @@
-"""A control group that limits a server's memory, and a way to make the kernel OOM-kill in it."""
+"""A control group that limits a server's memory, and can make the kernel OOM-kill a process."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PROCESSES = "cgroup.procs"
-"""File of a group that lists its processes."""
+"""Name of the file that lists the processes of a control group."""
 ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
-"""Folders in which cgroup v1 and v2 have the groups that limit memory."""
+"""Folders of the control groups that limit memory, in cgroup v1 and in v2."""
 HOG_BYTES = 32 << 20
 PATIENCE_S = 60.0
 _HOG = """
@@ -24,8 +24,10 @@ while True:
         time.sleep(600)
     time.sleep(0.05)
 """
-"""Program that forks small processes until the kernel must kill one. The kernel first kills the
-largest process in the group, which is the server's worker."""
+"""Program that forks small processes until the kernel must kill a process.
+
+The kernel first kills the largest process in the group, which is the server's worker.
+"""
 
 
 class MemoryLimit:
@@ -49,9 +51,9 @@ class MemoryLimit:
                 (root / "cgroup.subtree_control").write_text("+memory")
 
         self._hog: subprocess.Popen[bytes] | None = None
-        """Process that fills the group."""
+        """Process that uses up the group's memory, or None while no such process runs."""
         self._origin: Path | None = None
-        """Group from which running processes were taken."""
+        """Control group to which `release` returns the processes that `take` moved."""
         self._folder.mkdir()
         self._limit = self._folder / ("memory.limit_in_bytes" if self._is_v1 else "memory.max")
         if not self._limit.exists():
@@ -59,12 +61,12 @@ class MemoryLimit:
             raise OSError(f"{root} does not limit memory")
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """Return a command that runs the given command in the group."""
+        """Return a command that runs the given command inside the control group."""
         enter = f'echo $$ > {self._folder}/cgroup.procs && exec "$@"'
         return ["sh", "-c", enter, "sh", *command]
 
     def take(self, pid: int) -> None:
-        """Move a running process into the group. Memory that the process already has stays outside.
+        """Move a running process into the group. Memory that it already uses is not counted.
 
         Raises:
             OSError: the process's group is unknown.
@@ -74,11 +76,11 @@ class MemoryLimit:
             (self._folder / PROCESSES).write_text(str(pid))
 
     def lift(self) -> None:
-        """Remove the limit."""
+        """Remove the group's memory limit."""
         self._limit.write_text("-1" if self._is_v1 else "max")
 
     def release(self) -> None:
-        """Stop filling, remove the limit, and move the taken processes and their children back."""
+        """Kill the filling process, lift the limit, and move processes back to their old group."""
         self._end_hog()
         self.lift()
         if self._origin is None:
@@ -88,10 +90,10 @@ class MemoryLimit:
                 (self._origin / PROCESSES).write_text(pid)
 
     def _group_of(self, pid: int) -> Path:
-        """Return the folder of a process's group.
+        """Return the folder of the control group that a process is in.
 
         Raises:
-            OSError: the kernel does not name it.
+            OSError: the kernel lists no control group with a memory limit for the process.
         """
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -100,7 +102,7 @@ class MemoryLimit:
         raise OSError(f"/proc/{pid}/cgroup names no group with a limit of memory")
 
     def allow(self, more_bytes: int) -> None:
-        """Limit the group's memory to its current use, without file caches, plus some bytes."""
+        """Limit the group's memory to its current use, without file caches, plus `more_bytes`."""
         self._limit.write_text(str(self._used_bytes() + more_bytes))
 
     def kill_largest(self) -> None:
@@ -122,7 +124,7 @@ class MemoryLimit:
             self._end_hog()
 
     def _end_hog(self) -> None:
-        """End the process that fills the group, also while another thread waits for its effect."""
+        """Kill the process that fills the group, even if another thread is in `kill_largest`."""
         if hog := self._hog:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(hog.pid, 9)
@@ -130,7 +132,7 @@ class MemoryLimit:
             self._hog = None
 
     def num_kills(self) -> int:
-        """Return the number of processes in the group that the kernel has killed."""
+        """Return how many of the group's processes the kernel has killed for lack of memory."""
         file = "memory.oom_control" if self._is_v1 else "memory.events"
         lines = (self._folder / file).read_text().splitlines()
         return int(dict(line.split() for line in lines).get("oom_kill", 0))
@@ -143,7 +145,7 @@ class MemoryLimit:
         return int((self._folder / current).read_text()) - int(stats[cached])
 
     def close(self) -> None:
-        """Remove the group after its processes have ended."""
+        """Wait until the group's processes have exited, and remove the group."""
         until = time.monotonic() + PATIENCE_S
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The processes of a server on this machine, as /proc describes them."""
+"""Finds and signals the processes of a server on this machine, using /proc."""
 
 import contextlib
 import os
@@ -8,9 +8,9 @@ from pathlib import Path
 
 PROC = Path("/proc")
 SAMPLE_S = 0.3
-"""Time over which processor use is measured, seconds."""
+"""Number of seconds over which the CPU use of processes is measured."""
 MODEL_SHARE = 0.5
-"""Least memory of a process with a model, as a share of the largest process's memory."""
+"""Minimum memory of a process with a model, as a fraction of the largest process's memory."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -18,16 +18,16 @@ class ServerProcesses:
     """A server's first process and its descendants.
 
     Args:
-        pid: the first process.
+        pid: the id of the first process.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._stopped: list[tuple[int, str]] = []
-        """Ids and start times of the processes that got SIGSTOP."""
+        """Process ids and start times of the processes that were sent SIGSTOP."""
 
     def family(self) -> list[int]:
-        """Return the ids of all living processes of the server."""
+        """Return the process ids of all of the server's live processes."""
         children: dict[int, list[int]] = {}
         for folder in PROC.iterdir():
             if folder.name.isdecimal() and (parent := _parent(folder)) is not None:
@@ -39,11 +39,14 @@ class ServerProcesses:
         return found
 
     def busiest(self, seconds: float = SAMPLE_S) -> int | None:
-        """Return the process that computes most during some seconds, or None if all have exited.
+        """Return the id of the process with the highest CPU use, or None if all have exited.
 
-        Only processes with the memory of a model count, because a router or a server in front of
-        the engines computes, too. A service may have several engines, and only one of them may hold
-        a client's streams.
+        Only processes with enough memory for a model are considered, because routers and servers
+        in front of engines use the CPU, too. If a service has several engines, the busiest process
+        is likely to serve the client's streams.
+
+        Args:
+            seconds: time over which the CPU use is measured.
         """
         sizes = {pid: _resident_bytes(pid) for pid in self.family()}
         least = MODEL_SHARE * max(sizes.values(), default=0)
@@ -56,11 +59,11 @@ class ServerProcesses:
         return max(used, key=lambda pid: used[pid], default=None)
 
     def resident_bytes(self) -> int:
-        """Return the resident memory of all processes. Shared pages count several times."""
+        """Return the total resident bytes of all processes, counting shared pages repeatedly."""
         return sum(map(_resident_bytes, self.family()))
 
     def send(self, number: signal.Signals) -> int | None:
-        """Send a signal to the busiest process, and return its id, or None if all have exited."""
+        """Send a signal to the busiest process. Return its id, or None if all have exited."""
         worker = self.busiest()
         if worker is None:
             return None
@@ -71,7 +74,7 @@ class ServerProcesses:
         return worker
 
     def resume(self) -> None:
-        """Continue the processes that were stopped and that nobody has replaced."""
+        """Resume the stopped processes that still exist."""
         for pid, started in self._stopped:
             # Another process may have got the id in the meantime.
             if started and _started(pid) == started:
@@ -89,7 +92,7 @@ def _parent(folder: Path) -> int | None:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in the kernel's form, or empty if it has exited."""
+    """Return the start time of a process as /proc shows it (empty if it has exited)."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -97,7 +100,7 @@ def _started(pid: int) -> str:
 
 
 def _cpu_ticks(pid: int) -> int:
-    """Return the processor time that a process has used, in clock ticks."""
+    """Return the CPU time that a process has used, in clock ticks (0 if it has exited)."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])

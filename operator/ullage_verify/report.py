@@ -1,4 +1,4 @@
-"""A run as lines for a terminal, as JSON, as a table in Markdown and as a picture."""
+"""Formats the report of a run as lines for a terminal, JSON, a Markdown table or an SVG picture."""
 
 import json
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ MAX_SEEN_CHARS = 60
 
 
 def line(criterion: Criterion) -> str:
-    """Return a criterion as a line for a terminal."""
+    """Format a criterion as one line for a terminal."""
     limit = f"  (limit: {criterion.limit})" if criterion.verdict == "failed" else ""
     return f"  {MARKS[criterion.verdict]} {criterion.name}: {criterion.seen}{limit}"
 
 
 def summary(report: Report) -> str:
-    """Return the counts of a run as one line."""
+    """Return one line with the number of criteria by verdict."""
     counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in MARKS)
     return f"{counts} in {report.seconds:.0f} s"
 
 
 def as_json(report: Report) -> str:
-    """Return a run as JSON with a final newline."""
+    """Format a report as JSON with a final newline."""
     document = {
         "url": report.url,
         "model": report.model,
@@ -44,7 +44,7 @@ def as_json(report: Report) -> str:
 
 
 def as_markdown(report: Report) -> str:
-    """Return a run as a table with a row for each criterion."""
+    """Format a report as a Markdown table with one row per criterion."""
     rows = [
         ("scenario", "criterion", "limit", "seen", ""),
         ("---",) * 5,
@@ -54,7 +54,7 @@ def as_markdown(report: Report) -> str:
 
 
 def as_svg(report: Report) -> str:
-    """Return a run as a picture that is readable on light and dark pages."""
+    """Draw a report as an SVG picture that is readable on light and dark pages."""
     body = [_text(20, 24, f"{report.model}: {summary(report)}", "#888", "bold")]
     y = 24
     scenario = ""

@@ -20,19 +20,19 @@ SCENARIOS: Mapping[str, Scenario] = {
     "soak": soak.run,
     "inject": inject.run,
 }
-"""Scenarios in the order of `all`. The ones that may end a server are last."""
+"""All scenarios in the order in which they run. Those that may crash a server come last."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a run."""
+    """The outcome of a run: the server, and all criteria with their verdicts."""
 
     url: str
     model: str
     context: int
     criteria: Sequence[Criterion]
     figures: Mapping[str, Mapping[str, object]]
-    """Further measured values, by scenario."""
+    """Measured values without a limit, by scenario."""
     seconds: float
 
     @property
@@ -40,7 +40,7 @@ class Report:
         return sum(criterion.verdict == "failed" for criterion in self.criteria)
 
     def count(self, verdict: str) -> int:
-        """Return how many criteria have this verdict."""
+        """Return how many criteria have the given verdict."""
         return sum(criterion.verdict == verdict for criterion in self.criteria)
 
 
@@ -50,13 +50,13 @@ async def verify(
     settings: Settings,
     show: Callable[[Criterion], None],
 ) -> Report:
-    """Run scenarios, and return every criterion.
+    """Run scenarios against a server, and return a report with every criterion.
 
     Args:
         target: the server.
         names: keys of SCENARIOS.
         settings: options of the scenarios.
-        show: receives each criterion as soon as it is decided.
+        show: called with each criterion as soon as its verdict is known.
     """
     began = time.monotonic()
     criteria: list[Criterion] = []

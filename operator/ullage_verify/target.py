@@ -1,4 +1,4 @@
-"""The server under test: its model, its context, and how many tokens a word has."""
+"""The server under test: its model, its context size, and the number of tokens per word."""
 
 import random
 from collections.abc import Mapping
@@ -10,37 +10,36 @@ from prometheus_client.parser import text_string_to_metric_families
 from ullage_verify.client import Client, Document, Messages
 
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
-"""Words that are one token each in common vocabularies."""
+"""Words that are a single token in common vocabularies."""
 PROBE_WORDS = 200
 MARGIN_TOKENS = 32
-"""Tokens kept free at the end of the context, since the count of a prompt's tokens is an estimate.
-"""
+"""Number of tokens kept free in the context, because the size of a prompt is only estimated."""
 
 
 class TargetError(Exception):
-    """The server cannot be checked. The message says why and what to do."""
+    """Raised if a check is impossible on this server. The message gives the reason and remedy."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server, as its own pages and one short request describe it."""
+    """The server under test, with properties from its own pages and from short test requests."""
 
     client: Client
     model: str
     adapters: tuple[str, ...]
-    """Names of LoRA adapters."""
+    """Names of the model's LoRA adapters that the server serves."""
     context: int
-    """Maximum number of tokens in a prompt and its answer together."""
+    """Context size: the maximum number of tokens of a prompt and its response together."""
     tokens_per_word: float
     template_tokens: float
-    """Tokens that the chat template adds to a prompt."""
+    """Number of tokens that the chat template adds to a prompt."""
     is_ullage: bool
     """Whether the server serves Ullage's /stats."""
 
     def prompt(self, number: int, tokens: int) -> Messages:
-        """Return a prompt of about this many tokens.
+        """Return a prompt of about `tokens` tokens.
 
-        Prompts of different numbers differ in the first words, so no prefix cache serves two.
+        Prompts with different numbers differ from the start, so they share no cached prefix.
         """
         chooser = random.Random(number)
         count = max(1, int((tokens - self.template_tokens) / self.tokens_per_word))
@@ -49,15 +48,18 @@ class Target:
 
     @property
     def usable(self) -> int:
-        """Return the context without the margin, tokens."""
+        """Return the context size in tokens, minus MARGIN_TOKENS."""
         return self.context - MARGIN_TOKENS
 
     async def stats(self) -> Document:
-        """Return the page /stats, empty if the server is not Ullage or does not answer."""
+        """Return the content of /stats (empty if the server is not Ullage or fails to respond)."""
         return await self.client.document("/stats") if self.is_ullage else {}
 
     async def metric(self, *names: str) -> float | None:
-        """Return the sum of the first of these Prometheus metrics that the server has."""
+        """Return the value of the first of the given metrics that the server has, or None.
+
+        The metrics are read from /metrics. The value is summed over all label sets.
+        """
         page = await self.client.page("/metrics") or ""
         totals: dict[str, float] = {}
         try:
@@ -70,15 +72,16 @@ class Target:
 
 
 async def describe(client: Client, model: str = "", context: int = 0) -> Target:
-    """Ask a server for its model and context, and measure the tokens of a word.
+    """Query a server's models and context size, and measure how many tokens a word has.
 
     Args:
         client: client of the server.
-        model: name of the model, empty for the server's first one.
-        context: context in tokens, 0 to read it from the server.
+        model: name of the model (empty for the first one that the server lists).
+        context: context size in tokens (0 to read it from the server).
 
     Raises:
-        TargetError: the server does not answer, or does not state its context.
+        TargetError: the server fails to respond, lacks the model, or does not report its context
+            size.
     """
     cards = await _models(client)
     if model and model not in cards:
@@ -107,10 +110,10 @@ async def describe(client: Client, model: str = "", context: int = 0) -> Target:
 
 
 async def _probe(client: Client, model: str, words: int) -> int:
-    """Return the number of tokens of a short prompt.
+    """Send a prompt with the given number of words, and return its number of tokens.
 
     Raises:
-        TargetError: the server does not answer it.
+        TargetError: the server did not complete the request.
     """
     text = " ".join(WORDS[number % len(WORDS)] for number in range(words))
     answer = await client.chat(model, [{"role": "user", "content": text}], 4)
@@ -150,7 +153,7 @@ async def _models(client: Client) -> Mapping[str, Document]:
 
 
 async def _context(client: Client, card: Document) -> int:
-    """Return the context that the server states, or 0."""
+    """Return the context size that the server reports, in tokens (0 if it reports none)."""
     props: Any = await client.document("/props")  # llama.cpp
     settings = props.get("default_generation_settings") or {}
     meta = card.get("meta") or {}

@@ -1,4 +1,4 @@
-"""Faults in the middle of answers: are the streams continued, and is the server back in time?"""
+"""Injects faults while responses are streaming, and checks that streams and server recover."""
 
 import asyncio
 import time
@@ -12,18 +12,18 @@ from ullage_verify.scenarios.settings import Settings
 from ullage_verify.target import Target, TargetError
 
 MAX_GAP_S = 30.0
-"""Longest pause of a stream over a fault."""
+"""Maximum pause of a stream, in seconds, when a fault happens."""
 BACK_WITHIN_S = 30.0
-"""Time from a fault until a new request is answered."""
+"""Seconds after a fault within which the server must have completed a new request."""
 PATIENCE_S = 120.0
-"""Time after which a server counts as dead."""
+"""Seconds without a complete response after which a server counts as dead."""
 RETRY_S = 0.2
 NUM_IN_A_ROW = 3
 SETTLE_S = 3.0
 
 
 async def run(target: Target, settings: Settings, checks: Checks) -> None:
-    """Make each fault beside three streams, and one fault three times in a row."""
+    """Inject each fault while three streams run, and then one fault three times in a row."""
     if not settings.faults:
         checks.skip("faults", "none may be made; give --pid, --pod or --admin")
         return
@@ -57,7 +57,7 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
 async def _in_a_row(
     target: Target, settings: Settings, checks: Checks, name: str, fault: Fault
 ) -> None:
-    """Make a fault again as soon as the server is back, as a crash loop would."""
+    """Inject a fault again each time the server has recovered, to imitate a crash loop."""
     for number in range(NUM_IN_A_ROW):
         settings.progress(f"{name}, {number + 1} of {NUM_IN_A_ROW}")
         try:
@@ -73,7 +73,7 @@ async def _in_a_row(
 
 
 async def _check_back(target: Target, checks: Checks, name: str, since: float) -> bool:
-    """Check the time until a new request is answered, and return whether it was at all."""
+    """Check how soon the server completes a new request. Return whether it does so at all."""
     while True:
         answer = await target.client.chat(target.model, target.prompt(8, 16), 4)
         seconds = time.monotonic() - since

@@ -1,4 +1,4 @@
-"""Requests above the threshold: do they reach the pool for large requests, and does it show?"""
+"""Checks that large requests are routed to a pool for large requests, as reported by /stats."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ SINGLE_ROUTE = "single"
 
 
 async def run(target: Target, settings: Settings, checks: Checks) -> None:
-    """Send prompts above and below the threshold, and read their routes from /stats."""
+    """Send prompts above and below the threshold, and check their routes in /stats."""
     stats = await target.stats()
     large_pools = sorted(
         {engine["pool"] for engine in stats.get("engines", ()) if engine["route"] != SINGLE_ROUTE}
@@ -60,7 +60,7 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
 
 
 def _check_routes(checks: Checks, kind: str, records: Sequence[Document]) -> None:
-    """Add the criterion that /stats shows the right route for all requests of a kind."""
+    """Check that /stats shows the right route for all large, or all small, requests."""
     right = sum((record["route"] != SINGLE_ROUTE) == (kind == "large") for record in records)
     routes = ", ".join(sorted({record["route"] or record["action"] for record in records}))
     checks.holds(
@@ -72,7 +72,7 @@ def _check_routes(checks: Checks, kind: str, records: Sequence[Document]) -> Non
 
 
 async def _ask_all(target: Target, first: int, tokens: int) -> Sequence[Answer]:
-    """Return the final answers to different prompts that are sent at once."""
+    """Send several different prompts at once, and return the final response to each."""
     tries = await asyncio.gather(
         *(
             target.client.obey(target.model, target.prompt(first + number, tokens), ANSWER_TOKENS)

@@ -1,4 +1,4 @@
-"""Many faults at random moments of many streams: is a word lost, and how long do streams pause?"""
+"""Injects many faults at random times, and checks the streams for lost text and long pauses."""
 
 import asyncio
 import random
@@ -18,31 +18,31 @@ from ullage_verify.target import Target, TargetError
 TOKENS = 160
 MAX_GAP_S = 30.0
 PAUSE_S = (0.1, 2.0)
-"""Shortest and longest time from a recovery to the next fault."""
+"""Minimum and maximum number of seconds between a recovery and the next fault."""
 PATIENCE_S = 120.0
-"""Time after which a server counts as dead."""
+"""Seconds without recovery after which the server counts as dead."""
 POLL_S = 0.02
 RETRY_S = 0.5
 
 
 @dataclass
 class Marathon:
-    """The streams and faults so far."""
+    """The finished streams and the injected faults so far."""
 
     expected: Mapping[Kind, str]
-    """Undisturbed texts."""
+    """Response text of each kind of request in a run without faults."""
     answers: list[tuple[Kind, Answer]] = field(default_factory=list)
     fault_times: list[float] = field(default_factory=list)
     last_text_at: float = 0.0
-    """Moment of the latest text of any stream."""
+    """Time at which any stream last received text, on the monotonic clock."""
     is_over: bool = False
 
     def on_text(self, answer: Answer) -> None:
-        """Note that a stream got text."""
+        """Record that a stream has received text."""
         self.last_text_at = answer.last_at or 0.0
 
     def disturbed(self) -> Sequence[tuple[Kind, Answer]]:
-        """Return the answers during which a fault happened."""
+        """Return the responses that were streaming when a fault happened."""
         return [
             (kind, answer)
             for kind, answer in self.answers
@@ -51,7 +51,7 @@ class Marathon:
 
 
 async def run(target: Target, settings: Settings, checks: Checks) -> None:
-    """Make random faults while a stream of every kind runs, and compare all answers."""
+    """Inject random faults while a stream of each kind runs, and check all responses."""
     expected = await _undisturbed(target, checks)
     if not expected:
         return
@@ -75,7 +75,7 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
 
 
 async def _undisturbed(target: Target, checks: Checks) -> Mapping[Kind, str]:
-    """Return the texts that are the same in two undisturbed runs, by kind."""
+    """Return the response texts without faults, by kind, if two such runs agree on them."""
     runs = [await asyncio.gather(*(_ask(target, kind) for kind in KINDS)) for _ in range(2)]
     expected: dict[Kind, str] = {}
     for kind, first, second in zip(KINDS, *runs, strict=True):
@@ -103,7 +103,7 @@ async def _ask(target: Target, kind: Kind, marathon: Marathon | None = None) -> 
 
 
 async def _make_faults(settings: Settings, marathon: Marathon) -> bool:
-    """Make the faults, and return whether the server came back from each."""
+    """Inject the faults, and return whether the server recovered from each of them."""
     chooser = random.Random(1)
     names = sorted(settings.faults)
     for number in range(settings.num_faults):
@@ -122,7 +122,7 @@ async def _make_faults(settings: Settings, marathon: Marathon) -> bool:
 
 
 async def _made(fault: Fault) -> bool:
-    """Make a fault, again and again while the server is not ready for it, and return whether."""
+    """Inject a fault, retrying until the server accepts it. Return False on timeout."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         try:

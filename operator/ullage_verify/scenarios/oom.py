@@ -1,4 +1,4 @@
-"""Requests that end engines elsewhere: do the streams of other clients notice?"""
+"""Sends requests that have crashed other engines, and checks that other streams are unharmed."""
 
 import asyncio
 import base64
@@ -17,20 +17,20 @@ from ullage_verify.target import Target
 
 LARGE_PROMPT_TOKENS = 12_000
 LARGE_ANSWER_TOKENS = 1_000
-"""Scenario 1 of the requirements: four such requests at once."""
+"""Number of output tokens of each large request in scenario 1 of the requirements."""
 NUM_LARGE = 4
 MAX_GAP_S = 30.0
-"""Longest pause that other clients' streams may have."""
+"""Maximum pause, in seconds, in the streams of other clients."""
 BACK_WITHIN_S = 30.0
-"""Time in which a new request must be answered, and memory be free again."""
+"""Seconds within which the memory of all requests must be free again."""
 REFUSED_WITHIN_S = 10.0
-"""Time in which a request that never fits must be refused."""
+"""Seconds within which a request that can never fit must be refused."""
 NUM_LONG_ANSWERS = 24
 NUM_UNIQUE = 120
 NUM_AT_ONCE = 8
 NUM_CHOICES = 64
 GROWTH_SHARE = 0.05
-"""Largest share of the free memory that a run may lose."""
+"""Maximum fraction of the initially free memory that may still be missing after the run."""
 IMAGE_SIDE = 8_192
 NUM_IMAGES = 4
 SCHEMA_DEPTH = 400
@@ -38,14 +38,14 @@ SCHEMA_DEPTH = 400
 
 @dataclass(frozen=True)
 class Case:
-    """A request, or many, that ended some engine in the field."""
+    """One or more requests of a kind that may crash an engine, for example as reported publicly."""
 
     name: str
     report: str
-    """Public report of the failure, as project#number. Empty for a case without one."""
+    """Public bug report of such a crash, as project#number (empty without one)."""
     provoke: Callable[[Target], Awaitable[Sequence[Answer]]]
     must_refuse: bool = False
-    """Whether the request can never be served, so that only a refusal is right."""
+    """Whether the server must refuse the request, because it can never be served."""
 
 
 async def full_context(target: Target) -> Sequence[Answer]:
@@ -129,7 +129,7 @@ CASES = (
 
 
 async def run(target: Target, settings: Settings, checks: Checks) -> None:
-    """Send large requests and each case beside three streams, and check what others see."""
+    """Send large requests, then each case while three streams run, and check those streams."""
     before = await _headroom(target)
     await _large_prompts(target, checks)
 
@@ -154,7 +154,7 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
 
 
 async def _large_prompts(target: Target, checks: Checks) -> None:
-    """Scenario 1: prompts of 12,000 tokens, four at once, each with an answer of 1,000."""
+    """Run scenario 1: four prompts of 12,000 tokens at once, with 1,000 output tokens each."""
     answer_tokens = min(LARGE_ANSWER_TOKENS, target.usable // 8)
     prompt_tokens = min(LARGE_PROMPT_TOKENS, target.usable - answer_tokens)
     requests = (
@@ -194,7 +194,7 @@ async def _memory_returns(target: Target, checks: Checks, before: float | None) 
 
 
 async def _headroom(target: Target) -> float | None:
-    """Return the free KV bytes of all engines, or None if the server does not report them."""
+    """Return the total free KV bytes of all engines, or None if none are reported."""
     stats = await target.stats()
     return sum(engine.get("headroom_bytes", 0) for engine in stats.get("engines", ())) or None
 
@@ -207,7 +207,7 @@ def _counted(answers: Sequence[Answer]) -> str:
 
 
 def _deep_schema(depth: int) -> dict[str, object]:
-    """Return a schema in which each level has two properties of the next level's type."""
+    """Return a JSON schema whose levels each have two properties of the next level's type."""
     levels: dict[str, object] = {
         f"level{number}": {
             "type": "object",
@@ -223,7 +223,7 @@ def _deep_schema(depth: int) -> dict[str, object]:
 
 
 def _blank_png(side: int) -> str:
-    """Return a data URL of a white square, which is small until it is decoded."""
+    """Return a data URL of a white square PNG, which is small but decodes to a large image."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         checksum = zlib.crc32(kind + data)

@@ -1,4 +1,4 @@
-"""More requests than the server can carry: are they refused in time, and told when to return?"""
+"""Overloads a server, and checks that refused requests succeed after their Retry-After."""
 
 import asyncio
 import time
@@ -15,18 +15,18 @@ NUM_REQUESTS = 60
 PROMPT_TOKENS = 600
 ANSWER_TOKENS = 48
 TTFT_P95_S = 7.0
-"""The objective for accepted requests."""
+"""Maximum 95th percentile, in seconds, of the TTFT of accepted requests."""
 SECOND_TRY_SHARE = 0.5
-"""Least share of refused clients that are accepted when they return as told.
+"""Minimum fraction of refused requests that must succeed when retried after Retry-After.
 
-A constant Retry-After brings all of them back at once, and nearly all are refused again.
+With a constant Retry-After, all clients return at once, and nearly all are refused again.
 """
 BACK_WITHIN_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 
 
 async def run(target: Target, settings: Settings, checks: Checks) -> None:
-    """Send sixty large requests at once. Refused clients come back when the server says."""
+    """Send sixty large requests at once, and retry refused ones after their Retry-After."""
     settings.progress(f"{NUM_REQUESTS} requests at once")
     tries = await asyncio.gather(*(_obey(target, number) for number in range(NUM_REQUESTS)))
     answers = [answer for each in tries for answer in each]

@@ -9,17 +9,17 @@ from ullage_verify.processes import ServerProcesses
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says about a run."""
+    """Options of a run from the command line, shared by all scenarios."""
 
     minutes: float = 2.0
-    """Duration of the soak. The shift takes half of it."""
+    """Duration of the soak scenario in minutes. The shift scenario takes half as long."""
     large_tokens: int = 8_000
-    """Prompt size from which Ullage uses the pool for large requests."""
+    """Prompt size, in tokens, from which Ullage routes a request to the large pool."""
     num_faults: int = 0
-    """Number of faults at random moments, after each fault was made once."""
+    """Number of faults to inject at random times, after each fault has been injected once."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
-    """Faults that may be made, by name."""
+    """Faults that may be injected, by name."""
     processes: ServerProcesses | None = None
     """The server's processes, if the server runs on this machine and its pid is known."""
     progress: Callable[[str], None] = lambda _: None
-    """Shows the current step to somebody who waits."""
+    """Called with a description of the current step, to show it to the user."""

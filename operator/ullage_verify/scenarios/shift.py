@@ -1,4 +1,4 @@
-"""A sudden shift from short prompts to long ones and back, without a change of settings."""
+"""Shifts the load from short prompts to long ones and back, and checks that the speed recovers."""
 
 import asyncio
 import itertools
@@ -15,13 +15,13 @@ SHORT_TOKENS = 100
 LONG_TOKENS = 8_000
 ANSWER_TOKENS = 32
 PHASE_SHARE = 1 / 6
-"""Duration of a phase, as a share of `Settings.minutes`."""
+"""Duration of each phase, as a fraction of `Settings.minutes`."""
 MIN_SPEED_SHARE = 0.9
-"""Least speed with short prompts after the long ones, as a share of the speed before them."""
+"""Minimum speed with short prompts after the long ones, as a fraction of that before them."""
 
 
 async def run(target: Target, settings: Settings, checks: Checks) -> None:
-    """Send short, long and again short prompts, and compare the two short phases."""
+    """Send short, long and again short prompts, and compare the speed of the short phases."""
     long_tokens = min(LONG_TOKENS, target.usable - ANSWER_TOKENS)
     seconds = 60 * settings.minutes * PHASE_SHARE
     numbers = itertools.count(20_000)
@@ -53,7 +53,7 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
 async def _phase(
     target: Target, numbers: Iterator[int], tokens: int, ends_at: float
 ) -> Sequence[Answer]:
-    """Return all answers to clients that send one prompt after the other until the end."""
+    """Let clients send prompts one after another until `ends_at`. Return all responses."""
     answers: list[Answer] = []
 
     async def client() -> None:

@@ -1,4 +1,4 @@
-"""Conversations of mixed length for a long time: no failure, no slow answer, no growth."""
+"""Runs conversations for a long time, and checks for failures, slowness and memory growth."""
 
 import asyncio
 import itertools
@@ -18,14 +18,14 @@ NUM_SESSIONS = 4
 TURN_TOKENS = (30, 100, 400, 1_000)
 ANSWER_TOKENS = (16, 64, 128)
 FULL_SHARE = 0.6
-"""Share of the context after which a conversation ends and another begins."""
+"""Fraction of the model's context that a conversation fills before a new one begins."""
 MAX_MEMORY_SHARE = 0.85
 P95_S = 20.0
 MAX_GROWTH_SHARE = 0.05
 SAMPLE_S = 2.0
 RETRY_S = 1.0
 WARM_UP_SHARE = 0.25
-"""Share of the run whose samples do not count, because caches fill."""
+"""Initial fraction of the memory samples that is ignored, because caches are still filling."""
 MIN_SAMPLES = 12
 RESIDENT_METRICS = ("process_resident_memory_bytes",)
 MIB = 1 << 20
@@ -33,14 +33,14 @@ MIB = 1 << 20
 
 @dataclass
 class Progress:
-    """The answers and samples so far."""
+    """The responses and memory samples so far."""
 
     ends_at: float
     answers: list[Answer] = field(default_factory=list)
     resident: list[float] = field(default_factory=list)
-    """Resident memory of the server, bytes."""
+    """Samples of the server's resident memory in bytes."""
     used_share: list[float] = field(default_factory=list)
-    """Largest share of a device's memory that an engine has allocated."""
+    """Samples of the allocated fraction of device memory, of the engine with the highest one."""
 
     @property
     def is_over(self) -> bool:
@@ -48,7 +48,7 @@ class Progress:
 
 
 async def run(target: Target, settings: Settings, checks: Checks) -> None:
-    """Keep four conversations going, sample the server's memory, and check both."""
+    """Keep four conversations running, and check the responses and the server's memory."""
     progress = Progress(time.monotonic() + 60 * settings.minutes)
     async with asyncio.TaskGroup() as group:
         sampler = group.create_task(_sample(target, settings, progress))
@@ -83,7 +83,7 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
 
 
 async def _converse(target: Target, progress: Progress, number: int) -> None:
-    """Continue one conversation after the other until the run is over."""
+    """Hold one conversation after another until the run is over."""
     chooser = random.Random(number)
     for conversation in itertools.count():
         messages: list[dict[str, str]] = []
@@ -133,7 +133,7 @@ async def _sample(target: Target, settings: Settings, progress: Progress) -> Non
 
 
 def _check_growth(checks: Checks, resident: Sequence[float]) -> None:
-    """Compare the memory of the run's last quarter with the first quarter after the warm-up."""
+    """Check how much the memory grew from the first to the last quarter after the warm-up."""
     name = "growth of the server's memory"
     counted = resident[int(WARM_UP_SHARE * len(resident)) :]
     if len(counted) < MIN_SAMPLES:

@@ -1,4 +1,4 @@
-"""Streams as clients know them: complete, equal to plain answers, and apart from one another."""
+"""Checks that streams are complete, equal plain responses, and do not slow down other clients."""
 
 import asyncio
 import time
@@ -12,13 +12,13 @@ NUM_STREAMS = 24
 TOKENS = 48
 SLOW_TOKENS = 600
 SLOW_PIECES = 30
-"""Number of events with text after each of which a slow client pauses."""
+"""Number of initial events with text after each of which the slow client pauses."""
 SLOW_READ_S = 0.1
 SLOW_BUFFER_BYTES = 4096
 NUM_LEAVING = 12
 LEAVING_PROMPT_TOKENS = 60
 LEAVING_S = 30.0
-"""Time that the answers of vanishing clients would take."""
+"""Seconds that the responses to vanishing clients would take if nobody cancelled them."""
 RUNNING_METRICS = (
     "vllm:num_requests_running",
     "sglang:num_running_reqs",
@@ -30,14 +30,14 @@ WAITING_METRICS = (
     "llamacpp:requests_deferred",
 )
 FREE_WITHIN_S = 5.0
-"""Time in which the memory of vanished clients must be free."""
+"""Seconds within which the requests of vanished clients must have ended."""
 MAX_SLOWDOWN = 3.0
-"""Most by which a slow client may slow another one."""
+"""Maximum factor by which a slow client may lengthen another client's response time."""
 ALLOWANCE_S = 0.5
 
 
 async def run(target: Target, settings: Settings, checks: Checks) -> None:
-    """Check many streams at once, a slow client, and clients that vanish."""
+    """Check many streams at once, a plain response, a slow client, and vanishing clients."""
     settings.progress(f"{NUM_STREAMS} streams at once")
     await _many(target, checks)
     settings.progress("a stream beside a plain answer")
@@ -94,7 +94,7 @@ async def _equals_plain(target: Target, checks: Checks) -> None:
 
 
 async def _slow_client(target: Target, checks: Checks, alone: Answer) -> None:
-    """Read an answer so slowly that the server cannot send it, and ask for another one beside."""
+    """Read one response so slowly that the server must wait, while another request runs."""
     tokens = min(SLOW_TOKENS, target.usable // 2)
 
     async def dawdle(answer: Answer) -> None:
@@ -122,7 +122,7 @@ async def _slow_client(target: Target, checks: Checks, alone: Answer) -> None:
 
 
 async def _vanishing_clients(target: Target, checks: Checks, alone: Answer) -> None:
-    """Cut many streams after their first text, and wait until the server has noticed."""
+    """Close many streams after their first text, and check that the server ends the requests."""
     name = "requests of vanished clients end"
     speed = TOKENS / max(alone.seconds, 0.001)
     # A request that nobody cancels must run for much longer than it may.
@@ -163,7 +163,7 @@ async def _vanishing_clients(target: Target, checks: Checks, alone: Answer) -> N
 
 
 async def _running(target: Target) -> float | None:
-    """Return how many requests run or wait in the server, or None if it does not report them."""
+    """Return the number of running and waiting requests, or None if it is not reported."""
     engines = (await target.stats()).get("engines")
     if engines is not None:
         names = ("requests_running", "requests_waiting")
