@@ -47,7 +47,7 @@ from functools import cached_property
 import msgspec
 
 UNBOUNDED_TOKENS = (1 << 31) - 1
-"""Length that stands for "unlimited by memory", so that only the model limits the sequence."""
+"""Length returned when memory sets no limit, so that only the model limits the sequence."""
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
@@ -187,7 +187,7 @@ def charged_output(max_tokens: int, expected_output: int, produced: int = 0) -> 
 def request_blocks(
     profile: MemoryProfile, prompt_tokens: int, num_tokens: int, samples: int = 1
 ) -> int:
-    """Return the number of blocks for `samples` sequences of `num_tokens` with the same prompt."""
+    """Return how many blocks `samples` sequences of `num_tokens` tokens with one prompt need."""
     if samples == 1:
         return sample_blocks(profile, num_tokens, prompt_tokens)
     shared_tokens = max(0, prompt_tokens - 1)

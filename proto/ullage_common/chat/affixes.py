@@ -13,14 +13,14 @@ _PROBE = "a"
 
 
 class EncodedText(Protocol):
-    """Protocol for the one attribute of `tokenizers.Encoding` that this module uses."""
+    """Protocol for `tokenizers.Encoding`, so that this module does not import `tokenizers`."""
 
     @property
     def ids(self) -> list[int]: ...
 
 
 class Encoder(Protocol):
-    """Protocol for the one method of `tokenizers.Tokenizer` that this module uses."""
+    """Protocol for `tokenizers.Tokenizer`, so that this module does not import `tokenizers`."""
 
     def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> EncodedText: ...
 

@@ -22,7 +22,7 @@ import markupsafe
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7e]")
 _FEW = 8
-"""Maximum number of characters for which repeated `replace` calls are faster than `translate`."""
+"""Up to this many characters, repeated `replace` calls are faster than `translate`."""
 
 
 class Marks:
@@ -114,11 +114,11 @@ class ClientText(str):
         return self._marks
 
     def _kept(self, text: str) -> "ClientText":
-        """Wrap a text that still contains this object's marks."""
+        """Return a text that already contains this object's marks as a `ClientText`."""
         return ClientText(text, self._marks)
 
     def _changed(self, text: str) -> "ClientText":
-        """Mark a modified version of the original text, and wrap it as `ClientText`."""
+        """Return a modified version of the original text, marked again, as a `ClientText`."""
         return ClientText(self._marks.mark(text) if self._marks else text, self._marks)
 
     def _slice(self, start: int, end: int | None) -> "ClientText":
@@ -306,7 +306,7 @@ def _plains(value: Any) -> Any:
 
 
 def joined(parts: Iterable[str]) -> str:
-    """Join texts into one, which is a `ClientText` if any of them is."""
+    """Concatenate texts. The result is a `ClientText` if any of the texts is one."""
     listed = list(parts)
     return _of("".join(listed), listed)
 
@@ -325,7 +325,7 @@ def formatted(form: str, values: Any) -> str:
 
 
 def _of(text: str, parts: Iterable[Any]) -> str:
-    """Wrap a text as `ClientText` if any of the parts it was made from is a `ClientText`."""
+    """Return the text, as a `ClientText` if it was made from at least one `ClientText`."""
     for part in parts:
         if type(part) is ClientText:
             return ClientText(text, part.marks)

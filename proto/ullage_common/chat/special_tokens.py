@@ -198,7 +198,7 @@ def _kinds(
 
 
 def _hitting_set(texts: Collection[str]) -> frozenset[str]:
-    """Return a small set of characters such that every text contains at least one of them.
+    """Return a small set of characters of which every text contains at least one.
 
     The algorithm computes a greedy hitting set, and prefers rare punctuation over letters.
     """
@@ -248,7 +248,7 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Return the characters plus all that a case conversion turns into one of their letters."""
+    """Return the characters, plus any that case conversion can turn into one of their letters."""
     letters = {character for character in characters if character.isalpha()}
     related = {*characters}
     if not letters:
@@ -262,7 +262,7 @@ def _with_cases(characters: Collection[str]) -> set[str]:
 
 
 def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
-    """Return whether a normalizer never adds any of these characters to a text that lacks them."""
+    """Return True if the normalizer cannot introduce any of these characters into a text."""
     if normalizer is None:
         return True
     if isinstance(normalizer, normalizers.Sequence):
@@ -280,7 +280,7 @@ def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
 
 
 def _composes(key: str) -> bool:
-    """Return whether NFC turns any other character into this one, as it turns U+037E into `;`."""
+    """Return whether NFC turns some other character into this one, as it turns U+037E into `;`."""
     others = (chr(code_point) for code_point in _SINGLETONS if chr(code_point) != key)
     return any(key in unicodedata.normalize("NFC", other) for other in others)
 

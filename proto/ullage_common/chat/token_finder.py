@@ -8,7 +8,7 @@ _Tree = dict[str, "_Tree"]
 
 
 class SpecialTokenError(Exception):
-    """Raised if text cannot be prevented from becoming a special token. The message is one line."""
+    """Raised if text cannot be kept from becoming a special token. The message is one line."""
 
 
 class TokenPiece(NamedTuple):
@@ -45,7 +45,7 @@ def _pattern(tree: _Tree) -> str:
 
 
 def parted(text: str, pattern: re.Pattern[str] | None) -> Iterator[TokenPiece]:
-    """Split a text at the special tokens that a pattern finds."""
+    """Split a text into the special tokens that a pattern finds and the ordinary text between."""
     start = 0
     for match in pattern.finditer(text) if pattern else ():
         token_start, end = match.span()

@@ -45,7 +45,7 @@ class MemoryBudget(Strict, frozen=True, kw_only=True):
 class RequestLimits(Strict, frozen=True, kw_only=True):
     max_output_tokens: Positive = 4096
     request_timeout: SomeSeconds = 30.0
-    """Maximum seconds to wait for a token, from the request's arrival or the previous token.
+    """Maximum seconds between a request's arrival and its first token, and between two tokens.
 
     Beam searches, and requests whose best_of exceeds n, produce no output until the end. They are
     limited only by `total_timeout`.
@@ -321,7 +321,7 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
 DEFAULT_HOST_TIER = 256 << 20
 _MIN_DEFAULT_HOST_TIER = 16 << 20
 _GPU_WORKER_BYTES = 1 << 30
-"""Estimated host memory of one GPU worker in bytes, for Python, torch and the CUDA context."""
+"""Estimated bytes of host memory that Python, torch and the CUDA context use per GPU worker."""
 
 
 class HostedTiers(Strict, frozen=True, kw_only=True):
@@ -383,7 +383,7 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     prefix_cache: bool = True
     """Whether to keep computed KV and share it with requests that have the same prefix."""
     session_idle: Seconds = 300.0
-    """Seconds without a request after which a session's KV is evicted before other KV."""
+    """How long a session may be idle before its KV is evicted ahead of other KV, in seconds."""
     host_kv: Bytes = 0
     """Bytes of host memory for swapping out preempted sequences (0 to recompute them instead)."""
 
@@ -452,7 +452,7 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
 
 class LimitsSection(RequestLimits, frozen=True, kw_only=True):
     step_deadline: Annotated[Seconds, msgspec.Meta(ge=1.0)] = 30.0
-    """Seconds without a finished step after which a worker with pending work is restarted."""
+    """A worker with pending work is restarted if no step finishes for this many seconds."""
 
 
 class DegradeLevel(Strict, frozen=True, kw_only=True):
@@ -484,9 +484,9 @@ class ThrottlingSection(Strict, frozen=True, kw_only=True):
     Many healthy GPUs reach the power limit at full load.
     """
     after: Seconds = 10.0
-    """Seconds of throttling after which the batch shrinks by another `batch_step_percent`."""
+    """Seconds of throttling that make the batch shrink by another `batch_step_percent`."""
     recover_after: Seconds = 30.0
-    """Seconds without throttling after which the batch grows by another `batch_step_percent`."""
+    """Seconds without throttling that make the batch grow by another `batch_step_percent`."""
     batch_step_percent: SomePercent = 25.0
     """Percentage of `batching.max_sequences` by which the batch shrinks or grows at a time."""
     min_batch_percent: SomePercent = 25.0
@@ -675,7 +675,7 @@ def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
 
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks for which vLLM has kernels. Other ranks use as much memory as the next larger rank."""
+"""LoRA ranks that vLLM has kernels for. Any other rank uses the memory of the next larger one."""
 
 
 def refusal_by_vllm(model: ModelSection, memory: MemoryLimits) -> str:

@@ -37,7 +37,7 @@ class StepTLS(Strict, frozen=True, kw_only=True):
     ca.crt is the certificate of the authority that signed the other router's certificate.
     """
     server_name: Text
-    """Host name for which the other router's certificate must be valid."""
+    """Host name expected in the other router's certificate."""
 
 
 class StepSection(Strict, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class StepSection(Strict, frozen=True, kw_only=True):
 
 class ConfidenceSection(Strict, frozen=True, kw_only=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=128)] = 16
-    """Number of initial tokens that the router holds back to judge its confidence in the answer."""
+    """Number of initial tokens that the router holds back to judge the model's confidence."""
     threshold_percent: Percent = 60.0
     """Minimum geometric mean of the tokens' probabilities, in percent."""
 
@@ -93,11 +93,11 @@ class FallbackSection(Strict, frozen=True, kw_only=True):
     """
 
     pressure_level: Count = 1
-    """Pressure level that every ready engine must have reached (0 ignores pressure levels)."""
+    """Pressure level that all ready engines must have reached (0 to ignore pressure levels)."""
     queued_requests: Count = 8
-    """Minimum number of requests that wait in this router (0 ignores the queue)."""
+    """Minimum number of requests waiting in this router (0 to ignore the queue)."""
     max_priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = -1
-    """Highest priority at which a request still counts as low-priority."""
+    """Requests with this priority or a lower one count as low-priority."""
 
 
 class CascadeSection(Strict, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class RouterTickets(TicketFolder, frozen=True, kw_only=True):
     """Settings for tickets, which let clients send requests directly to engines."""
 
     ttl: SomeSeconds = 10.0
-    """Seconds for which an unused ticket keeps its memory reservation."""
+    """How long an unused ticket keeps its memory reservation, in seconds."""
     required: bool = False
     """Whether engines require tickets. If so, this router also sends a ticket with its requests."""
 
@@ -146,7 +146,7 @@ class WakeSection(Strict, frozen=True, kw_only=True):
     max_bytes: SomeBytes = 64 << 20
     """Maximum memory in bytes that this process uses for held requests."""
     timeout: SomeSeconds = 300.0
-    """Maximum seconds for which a request is held. The request's own time limit applies, too."""
+    """Maximum time to hold a request, in seconds. The request's own time limit also applies."""
 
 
 OTHER_TENANTS = "other"
@@ -212,7 +212,7 @@ class ConsoleSection(Strict, frozen=True, kw_only=True):
 
 
 class ProbesSection(Strict, frozen=True, kw_only=True):
-    """Port that serves only grpc.health.v1. It has no TLS, as kubelet probes do not support it."""
+    """The port that serves only grpc.health.v1, without TLS because kubelet probes lack it."""
 
     host: str | None = None
     """Address to listen on, or None for all IPv4 and IPv6 addresses."""
@@ -247,13 +247,13 @@ class PoolSection(Strict, frozen=True, kw_only=True):
 class QueueSection(Strict, frozen=True, kw_only=True):
     max_requests: Count = 256
     max_bytes: SomeBytes = 64 << 30
-    """Maximum total of predicted KV bytes over all requests that wait for memory."""
+    """Maximum total predicted KV bytes of all requests that are waiting for memory."""
     max_prompt_bytes: SomeBytes = 256 << 20
     """Maximum memory in bytes that this process uses for waiting requests."""
     timeout: SomeSeconds = 10.0
-    """Maximum seconds for which a request waits in the queue."""
+    """Maximum time that a request may wait in the queue, in seconds."""
     aging: SomeSeconds = 0.05
-    """Seconds of waiting after which a request's effective priority rises by one level."""
+    """Waiting time that raises a request's effective priority by one level, in seconds."""
     backfill: Count = 16
     """Maximum number of requests that may overtake the first request in the queue (0 for none).
 
@@ -274,7 +274,7 @@ class ShrinkContextSection(Strict, frozen=True, kw_only=True):
 
 class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
     min_tokens: Positive = 16
-    """Minimum number of tokens to which an output may be shrunk."""
+    """Minimum output limit, in tokens, after shrinking."""
     min_percent: SomePercent = 50.0
     """Minimum length of a shrunk output, as a percentage of the requested output."""
     below_expected: bool = False
@@ -321,9 +321,9 @@ class AffinitySection(Strict, frozen=True, kw_only=True):
     """Settings for sending a request to the engine whose KV cache already has its prefix."""
 
     max_sessions: Count = 8192
-    """Maximum number of sessions whose engine the router remembers (0 turns this off)."""
+    """Maximum number of sessions to remember an engine for (0 turns this off)."""
     max_prefixes: Count = 65536
-    """Maximum number of 64-token prompt blocks whose engine is remembered (0 turns this off)."""
+    """Maximum number of 64-token prompt blocks to remember an engine for (0 turns this off)."""
     max_extra_load: Count = 8
     """How many more requests the remembered engine may have than the alternative engine.
 
@@ -337,7 +337,7 @@ class BreakerSection(Strict, frozen=True, kw_only=True):
     failures: Positive = 5
     """Number of consecutive failures that open the breaker."""
     pause: SomeSeconds = 1.0
-    """Seconds for which the breaker first stays open. Every failed probe doubles this pause."""
+    """How long the breaker stays open at first, in seconds. Each failed probe doubles this time."""
     max_pause: SomeSeconds = 60.0
     max_ejection_percent: Percent = 50.0
     """Maximum percentage of a pool's ready engines to eject at a time (0 for no ejection)."""
@@ -380,9 +380,9 @@ class PrefillSection(Strict, frozen=True, kw_only=True):
     """Settings for balancing prompts across engines that are busy prefilling other prompts."""
 
     window: Annotated[Seconds, msgspec.Meta(ge=0, le=10)] = 0.006
-    """Seconds for which prompts wait so that they can be placed together (0 for no wait)."""
+    """How long prompts wait to be placed together, in seconds (0 for no wait)."""
     mlp_products: Count = 8192
-    """Non-attention cost of one token, as a multiple of one query-key dot product's cost."""
+    """Non-attention cost of one token, in units of one query-key dot product's cost."""
 
 
 class CoalesceSection(Strict, frozen=True, kw_only=True):
@@ -405,16 +405,16 @@ class IdempotencySection(Strict, frozen=True, kw_only=True):
 
     enabled: bool = False
     ttl: SomeSeconds = 600.0
-    """Seconds for which a finished answer is kept."""
+    """How long a finished answer is kept, in seconds."""
     max_bytes: SomeBytes = 16 << 20
     """Maximum total bytes of the finished answers that one process keeps."""
 
 
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
-    """Number of prompt tokens above which a request goes to the pool with role `large`."""
+    """Requests with more prompt tokens than this go to the pool with role `large`."""
     large_request_kv: Annotated[Bytes, msgspec.Meta(ge=1)] = 6000 << 20
-    """Predicted KV bytes above which a request goes to the pool with role `large`."""
+    """Requests with more predicted KV bytes than this go to the pool with role `large`."""
     ladder: tuple[Rung, ...] = DEFAULT_LADDER
     """Measures to try, in order, for a request that does not fit. The last one rejects it."""
     rungs: RungsSection = RungsSection()
@@ -451,7 +451,7 @@ class CompressSection(Strict, frozen=True, kw_only=True):
 
     method: Literal["extractive", "off"] = "off"
     threshold_percent: Annotated[float, msgspec.Meta(ge=10, le=100)] = 75.0
-    """Percentage of the context length above which the oldest turns are summarised."""
+    """The oldest turns are summarised above this percentage of the context length."""
     percent: Annotated[float, msgspec.Meta(ge=5, le=90)] = 25.0
     """Percentage of the turns to summarise, starting with the oldest."""
     fact_percent: Percent = 90.0
@@ -473,7 +473,7 @@ class CompressSection(Strict, frozen=True, kw_only=True):
 
 
 SpecialTokens = Literal["template", "trusted"]
-"""Special tokens allowed in prompts: only the chat template's, or also those spelled in text."""
+"""Which special tokens prompts may contain: the template's, or also those spelled in text."""
 
 
 class PromptsSection(Strict, frozen=True, kw_only=True):
@@ -490,14 +490,14 @@ class StreamingSection(Strict, frozen=True, kw_only=True):
     coalesce_tokens: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
     """Maximum number of tokens in one streamed chunk."""
     coalesce_window: Annotated[Seconds, msgspec.Meta(ge=0, le=1)] = 0.02
-    """Maximum seconds for which a token waits to be sent with later tokens (0 for no wait).
+    """Maximum time to hold a token so that later ones can join it, in seconds (0 for no wait).
 
     If nothing was sent to a client for this long, the next token is sent immediately.
     """
     tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Maximum rate of one streamed answer, in tokens per second (0 for no limit)."""
     keepalive: Annotated[Seconds, msgspec.Meta(ge=0)] = 15.0
-    """Seconds without a token after which a keepalive comment is sent (0 for never)."""
+    """Send a keepalive comment after this many seconds without a token (0 for never)."""
 
 
 Anonymous = Literal["allow", "deny"]
@@ -564,7 +564,7 @@ class ServerTLS(Strict, frozen=True, kw_only=True):
     dir: Text
     """Folder with tls.crt and tls.key."""
     client_ca_dir: Text | None = None
-    """Folder with ca.crt, the authority that must have signed client certificates, or None."""
+    """Folder with the ca.crt that verifies client certificates, or None if clients need none."""
 
 
 class EngineTLS(Strict, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ MAX_WAITING_BYTES = 1 << 20
 FLUSH_S = 2.0
 """Maximum seconds to wait at process exit for the queued lines to be written."""
 _AT_ONCE_BYTES = select.PIPE_BUF
-"""Maximum bytes that one write puts into a pipe atomically."""
+"""Maximum bytes that a pipe accepts in one atomic write."""
 DROPPED = "log lines were dropped, because nobody read them"
 
 
@@ -40,7 +40,7 @@ class LineWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Reset to an empty queue and no thread, which is necessary after a fork.
+        """Empty the queue and forget the writer thread, as a child process must after a fork.
 
         The parent process still writes the lines that were queued before the fork.
         """

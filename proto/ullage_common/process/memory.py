@@ -16,7 +16,7 @@ RECENT_LOOKS = 20
 One call is not enough, because a killed process may take seconds to exit when memory is short.
 """
 YOUNG_OBJECTS = 20_000
-"""Number of new objects after which the garbage collector scans the young generation.
+"""Number of new objects that triggers a garbage collection of the young generation.
 
 Python's default of 700 is reached within a few requests. A collection of 50,000 objects would pause
 the process for too long.

@@ -66,7 +66,7 @@ class Tally(msgspec.Struct, array_like=True):
         return Tally(self.counts.copy(), self.total)
 
     def __add__(self, other: "Tally") -> "Tally":
-        """Return a new tally with the observations of both tallies."""
+        """Return a new tally that contains the observations of both tallies."""
         if not (self.counts and other.counts):
             return self if self.counts else other
         counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]

@@ -1,8 +1,8 @@
 """Dumps a running process's stacks to standard error on SIGUSR1.
 
 faulthandler dumps the threads from the signal handler, even if the process hangs in a library.
-Tasks are dumped by the event loop itself, so they appear only if the loop still runs. After the
-dump, the process continues.
+Tasks are dumped by the event loop itself, so they appear only if the loop is still running. After
+the dump, the process continues.
 """
 
 import asyncio

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def known_values(fields: Mapping[str, object]) -> dict[str, Value]:
-    """Return only the fields whose values OpenTelemetry accepts as attributes."""
+    """Return the fields without those whose values OpenTelemetry rejects as attributes."""
     return {
         name: value
         for name, value in fields.items()
@@ -105,7 +105,7 @@ class Span:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The headers with which another process can continue the trace."""
+        """The headers that let another process continue the trace."""
         parent = ("traceparent", self.traceparent)
         state = self._span.get_span_context().trace_state.to_header()
         return (parent, ("tracestate", state)) if state else (parent,)

@@ -42,9 +42,9 @@ A report tells the router that an engine accepted a request, or that the request
 """
 PICK_TIMEOUT_S = 5.0
 OFF_S = 30.0
-"""Seconds for which to use only Generate, after the router reports that it issues no tickets."""
+"""How long to use only Generate after the router reports that it issues no tickets, in seconds."""
 QUIET_S = 0.05
-"""Seconds for which reports wait for a request to place, so that both can share one RPC."""
+"""How long reports wait, in seconds, to share an RPC with a request to place."""
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Pick:
 
 @dataclass(eq=False, slots=True)
 class _PendingPick:
-    """A request that waits for the router to place it on an engine."""
+    """A request that is waiting for the router to place it on an engine."""
 
     priced: pb.PricedRequest
     placed: "asyncio.Future[Pick | None]" = field(
@@ -163,7 +163,7 @@ class PickBatcher:
             await self._call()
 
     async def _quiet(self) -> None:
-        """Wait up to QUIET_S for a request to place, which can share an RPC with the reports."""
+        """Wait up to QUIET_S for a request to place, whose RPC can also carry the reports."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._news.wait()
@@ -323,10 +323,10 @@ ANOTHER_MAY = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
-"""Status codes of an engine's error after which another engine or the router may succeed."""
+"""Status codes of engine errors that justify trying another engine or the router."""
 
 ANOTHER_MAY_GO_ON = ANOTHER_MAY | {grpc.StatusCode.UNIMPLEMENTED}
-"""Status codes of an interrupted answer that another engine may continue."""
+"""Status codes of errors that interrupt an answer but let another engine continue it."""
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 _NOT_NOW = frozenset({"DRAINING", "NO_ENGINE"})
@@ -388,7 +388,7 @@ class Client:
         another engine or the router continues it.
 
         Raises:
-            ServiceError: the request was refused or failed, with the router's error.
+            ServiceError: the request was refused, or it failed and could not be continued.
         """
         answer = _Answer(request, asyncio.get_running_loop().time() + timeout_s)
         while not answer.is_over:

@@ -23,7 +23,7 @@ TICKET_KEY = "x-ullage-ticket"
 """Metadata key that carries the ticket in a Generate RPC."""
 MIN_KEY_BYTES = 32
 CLOCK_SKEW_S = 5.0
-"""Seconds by which an engine's clock may run ahead of the router's clock."""
+"""How far an engine's clock may run ahead of the router's clock, in seconds."""
 
 _CLAIMS = struct.Struct(">2sQQ8sIIBbH16s")
 _VERSION = b"U2"
@@ -75,7 +75,7 @@ class Claims(NamedTuple):
     """The content of a ticket."""
 
     id: int
-    """64 random bits, by which an engine recognises a ticket that has already been used."""
+    """64 random bits that let an engine recognise a ticket that has already been used."""
     expires_ms: int
     """Unix time in milliseconds at which the ticket expires."""
     engine: bytes

@@ -70,7 +70,7 @@ class OpenPlaces:
 
     @contextlib.contextmanager
     def place(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
-        """Hold a slot for the duration of the block, which times out if the slot is lost."""
+        """Hold a slot while the block runs. The block times out if the slot is lost."""
         place = self._held.add(owner, timeout)
         self._num_held += 1
         if self._num_held > self._count and (oldest := self._held.oldest_of_greediest()):
@@ -118,7 +118,7 @@ class ReceiveRoom:
 
     Args:
         count: number of slots.
-        grace_s: seconds for which a slot cannot be revoked.
+        grace_s: how long a slot is safe from being revoked, in seconds.
         wait_s: maximum seconds to wait for a slot.
     """
 
@@ -135,7 +135,7 @@ class ReceiveRoom:
 
     @contextlib.asynccontextmanager
     async def place(self, owner: str) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it for the duration of the block.
+        """Wait for a slot, and hold the slot while the block runs.
 
         Raises:
             TimeoutError: no slot became free in time.
@@ -148,7 +148,7 @@ class ReceiveRoom:
 
     @contextlib.contextmanager
     def arriving(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
-        """Mark a slot as waiting for its request to arrive, for the duration of the block.
+        """Mark a slot's request as still arriving while the block runs.
 
         Only such a slot can be revoked in favour of another owner.
         """

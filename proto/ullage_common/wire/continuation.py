@@ -14,14 +14,14 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import has_output, is_growing, num_answers
 
 MAX_STALLED_LOSSES = 3
-"""Number of engines lost in a row without a new token, after which the request is abandoned.
+"""The request is abandoned after losing this many engines in a row without a new token.
 
 The request itself is then considered to be the cause.
 """
 MAX_LOSSES = 16
-"""Total number of lost engines after which the request is abandoned."""
+"""The request is abandoned after losing this many engines in total."""
 MAX_BREAKAGES = 2
-"""Number of losses with a reason in BREAKAGES after which the request is abandoned."""
+"""The request is abandoned after losing this many engines for reasons in BREAKAGES."""
 BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
 """Error reasons that suggest that the request itself made an engine fail."""
 
@@ -50,7 +50,7 @@ class Progress:
         self.has_begun = False
         """Whether an engine has accepted the request or the request continues an earlier answer."""
         self.is_accepted = False
-        """Whether an engine has accepted the request for this reader."""
+        """Whether an engine has accepted the request since this object was created."""
         self.max_tokens = 0
         """Maximum output tokens granted per answer (0 before the request is accepted)."""
         self.fingerprints: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ class Progress:
             self.fingerprints = ()
 
     def write(self, request: pb.GenerateRequest) -> None:
-        """Make a request continue this output, within the limits that the first engine granted."""
+        """Modify a request so that it continues this output, within the first engine's limits."""
         request.sampling.seed = self._seed
         max_tokens = min(self.max_tokens, request.stop.max_tokens or self.max_tokens)
         request.stop.max_tokens = max_tokens

@@ -53,7 +53,7 @@ def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> ServiceE
 
 
 def served_names(model: str, adapters: Iterable[str]) -> str:
-    """Return a text for error messages that lists the names a request may use as its `model`."""
+    """Return, for error messages, a list of the names that a request may use as its `model`."""
     names = ", ".join(map(repr, sorted(adapters)))
     return f"{model!r} or its adapter {names}" if names else repr(model)
 

@@ -42,7 +42,7 @@ def fingerprint_of(facts: Mapping[str, str]) -> Fingerprint:
 
 
 def differences(engines: Mapping[str, Fingerprint]) -> Differences:
-    """Return the facts in which engines differ, with the engines that share each value.
+    """Return the facts that differ between engines, with the engines that have each value.
 
     The result is empty if all digests are equal.
 

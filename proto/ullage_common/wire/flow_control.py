@@ -20,7 +20,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 
 @dataclass(slots=True)
 class _Pending:
-    """Deltas of one sample that wait to be merged with later deltas."""
+    """Deltas of one sample that are waiting to be merged with later deltas."""
 
     responses: list[pb.GenerateResponse] = field(default_factory=list)
     num_tokens: int = 0

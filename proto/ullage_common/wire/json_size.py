@@ -53,7 +53,7 @@ class JsonCounter:
         self._items = 0
 
     def add(self, text: bytes) -> None:
-        """Count one more text towards the limits. The text need not be valid JSON.
+        """Count one more text against the limits. The text need not be valid JSON.
 
         Raises:
             ServiceError: INVALID_ARGUMENT, the texts exceed a limit.

@@ -17,17 +17,17 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     credit_bytes: int
     """Bytes of headroom that this router has reserved since the engines' latest reports."""
     queued: int
-    """Number of requests that wait for memory in the router."""
+    """Number of requests that are waiting for memory in the router."""
     queue_bytes: int
-    """Predicted KV bytes of the requests that wait in the router."""
+    """Predicted KV bytes of the requests that are waiting for memory in the router."""
     queue_s: float
-    """Seconds for which the oldest request in the queue has waited so far."""
+    """How long the oldest request in the queue has waited so far, in seconds."""
     answered: int
     """Number of requests that got their first token in the last minute."""
     late: int
     """Number of first tokens in the last minute that missed the latency objective."""
     held: int
-    """Number of requests that the router holds until the pool has scaled up from zero."""
+    """Number of requests that the router is holding until the pool has scaled up from zero."""
     wanted: int
     """Number of requests that need the pool, whether they are held or not."""
     idle_s: float

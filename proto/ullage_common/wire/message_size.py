@@ -26,7 +26,7 @@ _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
 _LAST_BYTES = bytes(range(128, 256))
-"""Possible values of a varint's bytes other than the last, which is below 128."""
+"""Values of those bytes of a varint that are not its last. The last byte is below 128."""
 _SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 

@@ -31,7 +31,7 @@ from ullage_common.wire.request_guard import MAX_CALLS, MAX_REQUEST_BYTES, calls
 MAX_BATCH = 256
 """Maximum number of responses in one message, which keeps messages far below gRPC's size limit."""
 MAX_REFUSED_TICKETS = 32
-"""Number of consecutive calls with refused tickets after which a stream ends."""
+"""A stream ends after this many consecutive calls with refused tickets."""
 TURN_CALLS = 16
 """Number of calls to begin or end before yielding to the event loop."""
 TURN_ENTRIES = 2048

@@ -43,7 +43,7 @@ MAX_RECEIVED_PUBLIC = 8
 PLACE_TIMEOUT_S = 20.0
 """Maximum seconds to wait for a free slot in which to receive a request, the same as over HTTP."""
 PLACE_GRACE_S = 5.0
-"""Seconds for which an arriving request keeps its slot even if other requests are waiting."""
+"""How long an arriving request keeps its slot even if other requests wait, in seconds."""
 RECEIVE_TIMEOUT_S = 30.0
 """Seconds within which a request must arrive once it has a slot, the same as over HTTP."""
 PUBLIC_TIMEOUT_S = 5.0
@@ -66,7 +66,7 @@ It returns the RPC's tenant, or None for a public method. It raises ServiceError
 the RPC.
 """
 Run = Callable[[int, str, Callable[[], Any]], Awaitable[Any]]
-"""Runs a function that processes a tenant's request of a given size in bytes.
+"""Function that runs another function, which processes a tenant's request of a given size.
 
 A large request is processed off the event loop.
 """
@@ -151,7 +151,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _enter(self, tenant: str | None, context: Context) -> AsyncIterator[None]:
-        """Count an RPC towards the limits for the duration of the block.
+        """Count an RPC against the limits while the block runs.
 
         Raises:
             ServiceError: there are too many RPCs, or this RPC lost its slot to another one.

@@ -278,7 +278,7 @@ def is_growing(request: inference_pb2.GenerateRequest) -> bool:
 
 
 class _PartialAnswer(Protocol):
-    """Protocol for an answer's output so far: a protobuf message or an answer in a `Progress`."""
+    """Protocol for a partial answer: a protobuf message, or an answer kept by a `Progress`."""
 
     @property
     def token_ids(self) -> Collection[int]: ...
