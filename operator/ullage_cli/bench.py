@@ -216,7 +216,10 @@ def _check_same_test(report: Report, baseline: Report) -> None:
 
 
 async def _loads(target: Target, shape: Shape, options: argparse.Namespace) -> Sequence[float]:
-    """Return the loads to try. For an open loop, they are based on a preceding closed loop."""
+    """Return the loads to try.
+
+    The request rates of an open loop are derived from the throughput of a short closed-loop run.
+    """
     if options.mode != "open":
         return LOADS
     probe = await LOOPS["closed"](Sender(target, shape), PROBE_CLIENTS, options.seconds)

@@ -65,7 +65,7 @@ def pad_rows(rows: int) -> int:
 
 
 def pad_to_bucket(tokens: int) -> int:
-    """Return the number of rows, with padding, of the layers' matmuls for `tokens` tokens."""
+    """Return the padded row count that the layers' matmuls use for a batch of `tokens` tokens."""
     if tokens <= 64:
         return _round_up(tokens, 1)
     step = 64 if tokens <= 1024 else 512

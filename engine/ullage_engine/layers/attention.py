@@ -584,7 +584,10 @@ class GatheredConvolution:
         self._fresh = step.indices(fresh) if len(fresh) else None
 
     def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
-        """Compute C · Σ_j taps_j (B·u) for every row, and store the states after the step.
+        """Apply the gated causal convolution to every row, and update the states in place.
+
+        For row t this is C_t · Σ_j taps_j · (B·u)_{t - (kernel-1) + j}. B, C and u are the three
+        parts of the input projection.
 
         Args:
             taps: weights [kernel, channels], oldest tap first.

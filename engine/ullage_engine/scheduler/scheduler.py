@@ -290,7 +290,10 @@ class Scheduler:
         return self._with_moves(chunks, done)
 
     def abandon(self) -> None:
-        """Drop the only plan in flight. Its moves are done, but its chunks were not computed."""
+        """Drop the plan in flight, of which there must be exactly one.
+
+        Its block moves have been carried out, but its chunks have not been computed.
+        """
         planned = self._in_flight.pop()
         if self.tiers:
             self.tiers.keep(planned.transfers)

@@ -101,7 +101,10 @@ class StandbyWorker:
             its_end.close()
 
     def failure(self) -> str:
-        """Return why the worker cannot take over, or "" if it can. Call this regularly."""
+        """Return why the worker cannot take over, or "" if it can.
+
+        Poll this method, because it also receives the message that the worker's imports are done.
+        """
         status = self._process.poll()
         if status is not None:
             return f"ended with status {status}"

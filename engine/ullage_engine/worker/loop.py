@@ -186,7 +186,7 @@ class LoraAdapters(Protocol):
 
 
 class WorkerEngine(Protocol):
-    """What the loop needs from the engine that computes requests, native or vLLM."""
+    """What the loop needs from the engine that executes requests, native or vLLM."""
 
     @property
     def tiers(self) -> KvTransfers | None:
@@ -245,7 +245,7 @@ class StartedEngine(Protocol):
 
     @property
     def engine(self) -> WorkerEngine:
-        """The engine that computes requests."""
+        """The engine that executes requests."""
 
     @property
     def ledger(self) -> Ledger:

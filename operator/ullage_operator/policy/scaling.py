@@ -233,7 +233,7 @@ def _stabilised(
 def _limited(
     policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
 ) -> int:
-    """Limit a change to the number of engines that may be added or removed per scaling period."""
+    """Clamp a change in pool size to what may be added or removed per scaling period."""
     pace = policy.scale_up if desired > current else policy.scale_down
     sign = 1 if desired > current else -1
     done = sum(m.replicas for m in history.changes if m.at > now - pace.period)

@@ -1,4 +1,4 @@
-"""Writes errors in OpenAI's envelope, and decisions in the x-ullage headers."""
+"""Formats errors as OpenAI error objects, and the router's decisions as `x-ullage-*` headers."""
 
 from collections.abc import Sequence
 
