@@ -66,6 +66,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="duration of the soak, which is twice that of the shift (2)",
     )
     parser.add_argument(
+        "--ttft",
+        type=seconds,
+        default=Settings.ttft_s,
+        metavar="SECONDS",
+        help=f"objective for the first token under overload, p95 ({Settings.ttft_s:g})",
+    )
+    parser.add_argument(
         "--large-tokens",
         type=positive,
         default=Settings.large_tokens,
@@ -97,6 +104,14 @@ def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
+
+
+def seconds(text: str) -> float:
+    """Parse a time in seconds (argparse uses this function's name in its error)."""
+    number = float(text)
+    if not 0 < number <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} s; use more than 0 and at most 3600")
     return number
 
 
@@ -148,6 +163,7 @@ async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -
             settings = Settings(
                 minutes=options.minutes,
                 large_tokens=options.large_tokens,
+                ttft_s=options.ttft,
                 num_faults=options.faults,
                 faults=faults,
                 processes=ServerProcesses(options.pid) if options.pid else None,

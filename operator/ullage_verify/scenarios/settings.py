@@ -15,6 +15,8 @@ class Settings:
     """Duration of the soak scenario in minutes. The shift scenario takes half as long."""
     large_tokens: int = 8_000
     """Prompt size, in tokens, from which Ullage routes a request to the large pool."""
+    ttft_s: float = 7.0
+    """Maximum 95th percentile, in seconds, of the TTFT of accepted requests under overload."""
     num_faults: int = 0
     """Number of faults to inject at random times, after each fault has been injected once."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
