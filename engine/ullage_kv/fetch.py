@@ -198,7 +198,7 @@ class Loader:
     def load(
         self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int], deadline_s: float
     ) -> None:
-        """Start loading the blocks at the indices `places` of a fetch from one tier."""
+        """Start loading a fetch's blocks at the indices `places` from one tier."""
         load = self._reserve(fetch, tier, places)
         if not load.blocks:
             return
@@ -258,7 +258,7 @@ class Loader:
 
 
 def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
-    """Return the key before index `place`, or None if there is none in the same chain.
+    """Return the key before index `place`, or None if no key in the same chain precedes it.
 
     A chain is the sequence of one text's blocks, whose keys have a common prefix.
     """

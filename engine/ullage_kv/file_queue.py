@@ -143,7 +143,7 @@ class Job:
     def __init__(
         self, work: Work, places: Iterable[int], batch: TransferBatch | None = None
     ) -> None:
-        """Create a job that calls `work` for the transfers at the indices `places` of a batch.
+        """Create a job that calls `work` for a batch's transfers at the indices `places`.
 
         `batch` is None if no caller is waiting for results.
         """
@@ -208,9 +208,9 @@ class Lane:
         return self._max_queued is not None and self._num_waiting >= self._max_queued
 
     def put(self, job: Job, *, must: bool = False) -> list[int]:
-        """Queue a job's transfers, as many as the queue's limit allows.
+        """Queue as many of a job's transfers as the queue's limit allows.
 
-        With `must`, all transfers are queued, even beyond the limit.
+        If `must` is set, all transfers are queued, even beyond the limit.
 
         Returns:
             The indices of the transfers that were not queued.
@@ -238,7 +238,7 @@ class Lane:
     def close(self, ends_at: float, *, drop: bool = False) -> bool:
         """Stop the threads once the queue is empty.
 
-        If `drop`, waiting transfers are dropped first.
+        If `drop` is set, waiting transfers are dropped first.
 
         Returns:
             Whether all threads have stopped by the monotonic time `ends_at`.

@@ -319,7 +319,7 @@ class FileTier:
     ) -> dict[int, SlotRef]:
         """Reserve a slot for each transfer, and return the slots by the transfers' indices.
 
-        If no slot can be reserved for a transfer, `results` gets the reason.
+        If no slot can be reserved for a transfer, the reason is added to `results`.
         """
         refs = dict[int, SlotRef]()
         for place in places:
@@ -390,7 +390,7 @@ class FileTier:
             self._on_failure(self._save_breaker, str(error))
 
     def _writable_volume(self, num_slots: int) -> _Volume:
-        """Return the volume to save to, grown until `num_slots` slots are free if possible.
+        """Return the volume to save to, after growing it to `num_slots` free slots if possible.
 
         Deleted files are replaced with new ones. Only the saving thread that is currently taking
         transfers from the queue may call this method.

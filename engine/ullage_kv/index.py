@@ -161,7 +161,7 @@ class SlotIndex:
         ]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count one use of each block in this prefix of a chain, skipping unknown blocks."""
+        """Count one use of each block in a chain's prefix. Unknown blocks are skipped."""
         # The last block first, so that the end of a chain is always older than its beginning.
         for chain, group in itertools.groupby(reversed(keys), _CHAIN):
             shard = self._shard(chain)

@@ -48,7 +48,7 @@ def extend_keys(
     block_tokens: int,
     salt: str = "",
 ) -> Iterator[bytes]:
-    """Yield the keys of a text's complete blocks that follow the blocks with the given `keys`."""
+    """Yield the keys of a text's remaining complete blocks, given the `keys` of the first."""
     parent = keys[-1] if keys else hashlib.sha256(space + salt.encode()).digest()
     chain = parent[:CHAIN_BYTES] if keys else b""
     start = len(keys) * block_tokens
@@ -65,5 +65,5 @@ def extend_keys(
 
 
 def part_key(key: bytes, part: str) -> bytes:
-    """Return the key of a block's part that is stored separately, such as sliding-window layers."""
+    """Return the key of a separately stored part of a block, such as its sliding-window layers."""
     return key[:CHAIN_BYTES] + hashlib.sha256(key + part.encode()).digest()[CHAIN_BYTES:]

@@ -1,4 +1,4 @@
-"""The tier in other engines' host memory, which reads blocks from peers and copies blocks to them.
+"""The remote tier, which reads blocks from peers' host memory and copies blocks to it.
 
 The tier keeps hints about which peer has which block: `look` queries all peers, and `holds` relies
 on the resulting hints. A hint may be wrong, so a read first asks the peer to pin the blocks. If a
@@ -146,11 +146,11 @@ class RemoteTier:
             instance: `KVStoreService.instance` of this process, by which the tier recognises its
                 own address among the peers.
             deadline_s: maximum seconds for one load, and for one batch of copies.
-            copies: whether to copy blocks to peers at all.
+            copies: whether to copy blocks to peers.
             server_name: name in the peers' certificates, or "" to expect the target's host name.
             material: returns the newest client certificate, or None if peers use plaintext.
             look_s: maximum seconds for a look-up, or None for a quarter of the deadline.
-            resolve_s: seconds between two name resolutions.
+            resolve_s: seconds between name resolutions.
         """
         self._targets = targets
         geometry = pb.Geometry(namespace=namespace, block_bytes=block_bytes)

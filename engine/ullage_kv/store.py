@@ -264,7 +264,7 @@ class Store:
     def fetch(
         self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S
     ) -> "Future[list[Result]]":
-        """Start fetching blocks that only lower tiers have into host memory.
+        """Start fetching blocks into host memory if only lower tiers have them.
 
         If another call is already fetching a block, this call waits for that load instead of
         starting a second one. The load continues even if this call times out. Long lists of blocks
@@ -305,7 +305,7 @@ class Store:
         return self._stored if status is Status.STORED else Result(status, HOST)
 
     def was_read(self, results: Sequence[Result]) -> None:
-        """Add blocks that a lease holder has read directly from slots to the statistics."""
+        """Update the statistics for blocks that a lease holder has read directly from slots."""
         self._counter.loaded(results)
 
     def stats(self) -> list[TierStats]:

@@ -80,7 +80,7 @@ class LowerTier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """How full a tier is, and its counters since it was opened."""
+    """A tier's current usage, and its counters since it was opened."""
 
     name: str
     backend: str
@@ -175,7 +175,7 @@ class TierCounter:
         evictions: int = 0,
         queued: int = 0,
     ) -> TierStats:
-        """Return the tier's statistics: its counters, combined with the given values."""
+        """Return the tier's statistics, which consist of its counters and the given values."""
         with self._lock:
             return TierStats(
                 name=name,

@@ -73,7 +73,7 @@ class WriteThrough:
                 return
 
     def _save(self, tier: LowerTier, keys: Sequence[bytes]) -> "Future[list[Result]] | None":
-        """Start saving the blocks of which a tier wants a copy.
+        """Start saving those blocks that the tier wants.
 
         Returns:
             A future for the results of these blocks, or None if there are none to save.

@@ -22,7 +22,7 @@ log = logging.getLogger("ullage.engine.gpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorTimes:
-    """The intervals of the monitor, in seconds."""
+    """Intervals and timeouts of the GPU monitor, in seconds."""
 
     interval_s: float = 1.0
     links_every_s: float = 10.0

@@ -196,7 +196,10 @@ class Gpu:
         return _address(self._whole)
 
     def sample(self, *, with_links: bool) -> GpuSample:
-        """Query all metrics. NVLink metrics take many calls, so they require `with_links`."""
+        """Query all metrics.
+
+        NVLink metrics take many driver calls, so they are updated only if `with_links` is true.
+        """
         module = self._nvml.module
         if with_links:
             self._ask_links()

@@ -58,7 +58,7 @@ def advance(
 ) -> BoostState:
     """Return the state after a sample.
 
-    If GPUs have been throttled long enough, the batch shrinks. Intermittent throttling accumulates
+    If GPUs have been throttled long enough, the batch shrinks. Intermittent throttling adds up
     if GPUs are throttled more than half of the time. After enough time without throttling, the
     batch grows again. If the reasons are unknown, the state does not change.
 

@@ -1,4 +1,4 @@
-"""Tensor code that layers build on: attention over paged KV, experts, the step arena, Triton.
+"""Tensor code used by layers: attention over paged KV, experts, step buffers and Triton kernels.
 
 This package depends on step plans and memory layouts. It must not depend on layers, model files or
 queued requests.

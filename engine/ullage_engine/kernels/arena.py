@@ -73,7 +73,7 @@ def pad_to_bucket(tokens: int) -> int:
 
 
 def context_bucket(blocks: int) -> int:
-    """Round a context length, in blocks, up to the number of blocks to gather per sequence."""
+    """Round a context length in blocks up to the number of blocks gathered per sequence."""
     return _round_up(blocks, MIN_BLOCKS)
 
 
@@ -221,10 +221,10 @@ def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
 
 
 def partial_elements(model_config: ModelConfig) -> int:
-    """Return the maximum number of float32 elements in the partial results of a step's splits.
+    """Return the maximum size, in float32 elements, of the partial results of a step's splits.
 
-    A step with splits has at most TARGET_PROGRAMS programs, each for `group_size` query heads.
-    Without splits, decode attention writes its result directly.
+    If contexts are split, at most TARGET_PROGRAMS programs run, each for `group_size` query heads.
+    Otherwise, decode attention writes its result directly.
     """
     return TARGET_PROGRAMS * model_config.group_size * (model_config.head_dim + 1)
 
@@ -348,7 +348,10 @@ def span_mask_width() -> int:
 
 
 def mask_width(max_model_len: int) -> int:
-    """Return the causal mask's number of columns: the longest earlier context plus one tile."""
+    """Return the number of columns in the causal mask.
+
+    The columns cover the longest context that can precede a tile, and the tile itself.
+    """
     return max_model_len + MAX_TILE_ROWS
 
 

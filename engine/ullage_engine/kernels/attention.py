@@ -20,7 +20,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Attention buffers that a step's sequences use one after another."""
+    """Buffers for attention, reused by the sequences of a step one after another."""
 
     model_config: ModelConfig
     block_tokens: int

@@ -404,9 +404,9 @@ def decode_groups(
 
 
 def _num_similar(buckets: Sequence[int], block_tokens: int) -> int:
-    """Return how many rows, from the first on, can share a group without much padding.
+    """Return how many of the first rows can share a group without much padding.
 
-    The first row alone always qualifies.
+    The first row always qualifies.
     """
     waste = 0
     for index, own in enumerate(buckets):

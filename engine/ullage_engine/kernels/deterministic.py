@@ -94,7 +94,7 @@ class RowProducts:
     def _is_equal_in(self, size: int, weight: torch.Tensor) -> bool:
         """Return whether a product of `size` rows is bit-identical to products of `UNIT_ROWS` rows.
 
-        The two computations place each row at a different position.
+        Each row is at a different position in the two computations.
         """
         for seed in range(_probes(size * weight.shape[1], weight.dtype)):
             x = fill_random(weight.new_empty(size, weight.shape[0]), seed)
@@ -112,7 +112,7 @@ class RowProducts:
 
 
 def _cut(rows: int, sizes: Sequence[int]) -> Iterable[slice]:
-    """Yield slices that together cover the rows, each as large as the largest size that fits.
+    """Yield slices that cover the rows in order, always using the largest size that still fits.
 
     `sizes` is in descending order and ends with `UNIT_ROWS`.
     """
@@ -158,7 +158,7 @@ def _multiply_each_unit(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> 
 
 @dataclass(frozen=True, slots=True)
 class SplitWorkspace:
-    """Buffers for deterministic attention that a step's sequences use one after another."""
+    """Buffers for deterministic attention, reused by a step's sequences one after another."""
 
     model_config: ModelConfig
     block_tokens: int
@@ -185,7 +185,7 @@ def fill_span_mask(mask: torch.Tensor) -> None:
     """Write the causal mask of a tile that may begin anywhere in a span.
 
     Row i sees column c if c <= i + SPAN_TOKENS. A tile that begins t tokens into its span uses the
-    columns from SPAN_TOKENS - t on.
+    mask's columns starting at SPAN_TOKENS - t.
     """
     hidden = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)
     mask.zero_().masked_fill_(hidden.triu_(SPAN_TOKENS + 1), hidden_score(mask.dtype))
@@ -245,10 +245,10 @@ class SplitAttention:
 
         Args:
             heads: query heads for which attention is computed.
-            placed: the view of `queries` to which scaled `heads` are written.
-            masked: the view of `scores` to which `mask` is added.
+            placed: view of `queries` that receives the scaled `heads` and later holds the results.
+            masked: view of `scores` to which `mask` is added.
             mask: 0 where a query sees a position, otherwise `hidden_score`.
-            out: tensor to which the results in `placed` are copied.
+            out: tensor that receives a copy of the results in `placed`.
         """
         self._heads = heads
         self._placed = placed

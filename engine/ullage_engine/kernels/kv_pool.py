@@ -105,8 +105,8 @@ def widen(codes: torch.Tensor, factors: torch.Tensor | float, out: torch.Tensor)
     """Convert float8 codes exactly to the dtype of `out`, several times faster than torch.
 
     The bits are shifted into the wider type. Its exponent has a different bias, which `factors`
-    must compensate for (`widening_factor`). NaN decodes to 480, and `narrow` writes the NaN code
-    only for NaN.
+    must compensate for (`widening_factor`). The NaN code decodes to 480. `narrow` writes this code
+    only for NaN inputs.
     """
     layout = _BITS[out.dtype]
     bits = out.view(layout.integers)
@@ -151,7 +151,9 @@ def kv_block_bytes(
 
 
 class KVPool:
-    """The device's KV cache for all sequences, in one allocation that is fully touched up front.
+    """The device's KV cache for all sequences, in a single allocation.
+
+    All pages of this memory are touched up front.
 
     Heads are the first dimension, so that gathering the blocks of one head yields a matrix. A model
     with convolutions has one more block than `num_blocks`, which is written but never read.
@@ -178,8 +180,8 @@ class KVPool:
             device: device of the pool.
             scales: float8 scales of each attention layer, or None to store KV as `dtype`.
             windowed: whether layers with sliding windows have separate blocks. If so, each block
-                serves either those layers or the others, and the i-th layer of each kind uses the
-                same position in its blocks.
+                serves only layers with windows or only layers without. The i-th layer of each kind
+                uses the same position in its blocks.
         """
         heads = 2 * model_config.num_kv_heads
         width = block_tokens * model_config.head_dim
@@ -240,9 +242,10 @@ def _layer_cache(
 
 
 class StatePool:
-    """The convolution states of all sequences, in one allocation that is fully touched up front.
+    """The convolution states of all sequences, in a single allocation.
 
-    A state is the last kernel - 1 input columns of each convolution, oldest first.
+    All pages of this memory are touched up front. A state is the last kernel - 1 input columns of
+    each convolution, oldest first.
     """
 
     def __init__(
@@ -274,8 +277,8 @@ class HostPool:
         Args:
             pool: KV blocks on the device.
             num_slots: number of slots to allocate.
-            shared: memory of the host tier, [slots, bytes per block]. Its slot numbers begin at
-                `num_slots`, and its slots keep their content.
+            shared: memory of the host tier, [slots, bytes per block]. Its slots are
+                numbered from `num_slots`, and their current contents are kept.
         """
         rows, _, width = pool.blocks.shape
         is_remote = pool.blocks.device.type != "cpu"

@@ -1,6 +1,6 @@
 """Uploads several host arrays to a GPU in one asynchronous copy.
 
-`upload` allocates memory in each call. `Staging` copies a step's index arrays to fixed memory on
+`upload` allocates memory on each call. `Staging` copies a step's index arrays to fixed memory on
 the device. If two steps stage arrays of the same shapes in the same order, the arrays end up at the
 same addresses, which captured CUDA graphs rely on.
 """

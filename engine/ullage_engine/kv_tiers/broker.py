@@ -53,7 +53,7 @@ class TierHits(NamedTuple):
 
 
 class BlockFormat(NamedTuple):
-    """The properties of a worker's blocks that determine their keys and the usable prefixes."""
+    """Properties of a worker's blocks that determine block keys and which prefixes are usable."""
 
     space: bytes
     """Namespace of the block keys."""
@@ -62,7 +62,7 @@ class BlockFormat(NamedTuple):
     """Length in tokens of sliding windows with separate blocks, or 0 if there are none."""
 
     def first_window_block(self, num_blocks: int) -> int:
-        """Return the index of the first window block that is needed after `num_blocks` blocks."""
+        """Return the index of the first window block needed after the first `num_blocks` blocks."""
         first = max(0, num_blocks * self.block_tokens - self.window_tokens + 1)
         return first // self.block_tokens
 
@@ -126,7 +126,7 @@ class KvBroker:
             clock: returns the time in seconds.
             has_begun: returns whether the request with this id has received a token from this
                 worker, or has finished.
-            not_loaded: the `not_loaded` counter of an earlier broker, which this broker continues.
+            not_loaded: an earlier broker's `not_loaded` counter to continue, or None for a new one.
         """
         self._store = store
         self._format = block_format
@@ -257,9 +257,9 @@ class KvBroker:
             beginning: the stored prefix.
             keys: keys of the request's blocks. Keys after the stored prefix are ignored.
             tiers: the tier of each block of the stored prefix.
-            num_here: number of leading blocks that need neither be computed nor loaded. The default
-                is the number of leading blocks in host memory.
-            starts_at: earliest time at which the other blocks can be computed.
+            num_here: number of leading blocks that do not have to be computed or loaded. The
+                default is the number of leading blocks in host memory.
+            starts_at: earliest time at which the computation of the remaining blocks can start.
         """
         keys = keys[: len(tiers)]
         if num_here is None:
@@ -305,7 +305,7 @@ class KvBroker:
     def _forget_begun(self) -> None:
         """Forget prefixes, oldest first, up to the first one whose request has not begun.
 
-        The worker may never ask for the prefix of a request that has begun.
+        The worker might never ask for the prefix of a request that has already begun.
         """
         while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
             self._forget(oldest)
@@ -313,7 +313,7 @@ class KvBroker:
     def _load(
         self, keys: list[bytes], first: int, longest_s: float | None = None
     ) -> list[Future[Any]]:
-        """Start loading the blocks from index `first` on, and the window blocks they require.
+        """Start loading the blocks at index `first` and later, and the window blocks they require.
 
         Returns:
             Futures that complete when the blocks have arrived, or at the deadline.
@@ -384,7 +384,7 @@ class KvBroker:
     def _answer_at_once(self, wanted: KvWanted) -> None:
         """Answer a query at once with the blocks that are already in shared memory.
 
-        The answer includes the index from which more blocks may follow, if any.
+        If more blocks may follow later, the answer includes the index of the first of them.
         """
         name = wanted.request_id
         keys = wanted.keys
@@ -430,7 +430,7 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, None)
 
     def _load_wanted(self, wanted: KvWanted, first: int, tiers: list[str]) -> list[Future[Any]]:
-        """Start loading the stored blocks that a request is waiting for, from index `first` on.
+        """Start loading the stored blocks that a request is waiting for, starting at index `first`.
 
         Returns:
             Futures that complete when the blocks have arrived, or at the deadline.

@@ -37,7 +37,7 @@ _SIZES_FADE = 1.15
 
 
 class LoadTime(NamedTuple):
-    """The predicted time of a load from one tier, if it started now."""
+    """The predicted duration of a load from one tier, if the load started now."""
 
     start_s: float
     """Seconds until the first byte arrives."""
@@ -92,10 +92,10 @@ class LoadSpeed:
         return self._largest < _SIZES_FACTOR * self._smallest
 
     def predict(self) -> LoadTime:
-        """Predict the time of a load that starts now and waits for the running loads.
+        """Predict the duration of a load that starts now and waits for the running loads.
 
-        Overdue loads are expected to take as long again as they are late. For example, loads that
-        are 2 s late are expected to finish in another 2 s.
+        If the running loads are overdue, they are expected to need that much time again. For
+        example, loads that are 2 s late are expected to finish in another 2 s.
         """
         return LoadTime(self._queue_s() + self.latency_s, self._byte_s)
 
@@ -187,7 +187,8 @@ def seconds_to_load(
         extra: additional blocks that must arrive before any of the others can be used.
 
     Returns:
-        The seconds for each block, the longest first, followed by 0.0 for loading nothing.
+        One entry per block, in the order of the blocks, followed by 0.0 for loading nothing. The
+        entries never increase.
     """
     counts: dict[str, int] = {}
     tiers = dict[str, Callable[[int], float]]()

@@ -1,8 +1,8 @@
 """Loads blocks from tiers below host memory, and chooses the blocks that are worth loading.
 
-A request's missing blocks are loaded from the end: as many as would arrive before they could be
-computed. The blocks before them are computed. Every load is timed to improve later predictions (see
-`cost`).
+For each request, the last missing blocks are loaded: as many as are predicted to arrive before they
+could be computed. The missing blocks before them are computed. Every load is timed to improve later
+predictions (see `cost`).
 """
 
 import math
@@ -145,7 +145,7 @@ class Loads:
     def measure(self, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
         """Probe tiers whose speed is unknown or was measured long ago, by loading a few blocks.
 
-        No request waits for these loads, because the request computes these blocks anyway.
+        The request that needs these blocks does not wait for the loads. It computes them.
         """
         for tier in {*tiers} - {HOST}:
             if self.speed(tier).is_to_measure:

@@ -171,9 +171,9 @@ class KvTiers:
         self._post = None
 
     def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Start prefetching the prefix that requests for several samples of one prompt share.
+        """Start prefetching the prefix shared by requests for several samples of the same prompt.
 
-        Return the requests with their number of stored blocks filled in.
+        Return the requests with `num_stored_blocks` filled in.
         """
         if self._broker is None or self._post is None:
             return list(requests)

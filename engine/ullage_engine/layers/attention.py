@@ -256,9 +256,9 @@ class PagedBackend:
     """The backend with Triton kernels, which read KV pages in place."""
 
     def __init__(self, model_config: ModelConfig, partials: torch.Tensor) -> None:
-        """Create a backend that writes the partial results of context splits to `partials`.
+        """Create a backend that writes the partial results of split contexts to `partials`.
 
-        The buffer is float32 [`ullage_engine.kernels.arena.partial_elements`].
+        `partials` is float32 with `ullage_engine.kernels.arena.partial_elements` elements.
         """
         self._workspace = PagedWorkspace(model_config, partials)
 
@@ -560,7 +560,10 @@ class GatheredConvolution:
         projected: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Prepare a convolution from projected [tokens, 3 * channels] to out [tokens, channels]."""
+        """Prepare the convolutions of a step.
+
+        They read projected [tokens, 3 * channels] and write out [tokens, channels].
+        """
         tokens, channels = out.shape
         state_rows = len(plan.slots) * (model_config.conv_kernel - 1)
         self._b, self._c, self._u = projected.chunk(3, dim=1)

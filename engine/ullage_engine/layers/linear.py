@@ -74,7 +74,7 @@ class PlainLinear:
     """Unquantised linear layer."""
 
     def __init__(self, rows: torch.Tensor) -> None:
-        """Create a layer from `rows` [out, in], as checkpoints store weights."""
+        """Create a layer from `rows` [out, in], the layout of weights in checkpoints."""
         self._weight = rows.t()
         self.shape = (rows.shape[1], rows.shape[0])
 
@@ -89,7 +89,7 @@ class RowInvariantLinear:
     """Unquantised linear layer with batch-invariant matmuls."""
 
     def __init__(self, rows: torch.Tensor, products: RowProducts) -> None:
-        """Create a layer from `rows` [out, in], as checkpoints store weights."""
+        """Create a layer from `rows` [out, in], the layout of weights in checkpoints."""
         self._weight = rows.t()
         self._products = products
         self.shape = (rows.shape[1], rows.shape[0])
@@ -123,12 +123,12 @@ def dequant_rows(encoding: Encoding, itemsize: int) -> int:
 
 
 def dequant_bytes(encoding: Encoding, rows: int, itemsize: int) -> int:
-    """Return how many bytes of scratch memory the dequantised weights of `rows` rows take."""
+    """Return the size in bytes of the scratch memory for `rows` rows of dequantised weights."""
     return rows * encoding.shape[1] * itemsize
 
 
 def nibble_bytes(encoding: Encoding, rows: int) -> int:
-    """Return how many bytes of scratch memory the unpacked int4 values of `rows` rows take."""
+    """Return the size in bytes of the scratch memory for `rows` rows of unpacked int4 values."""
     return rows * encoding.shape[1] // 2 if encoding.format == "int4" else 0
 
 

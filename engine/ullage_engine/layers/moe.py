@@ -83,7 +83,7 @@ Reduce = Callable[[torch.Tensor], None]
 
 
 class ExpertLinears(Protocol):
-    """The linear layers [in, out] of a layer's experts, one per expert."""
+    """Linear layers for all experts of a decoder layer, one weight matrix [in, out] per expert."""
 
     @property
     def few_pairs(self) -> int:
@@ -193,14 +193,14 @@ class GroupedExperts(LoopedExperts):
 
 @dataclass(frozen=True, slots=True)
 class PickedExperts:
-    """Expert linear layers with separate implementations for a few pairs and for sorted pairs."""
+    """Expert linear layers that multiply a few pairs with `few` and sorted pairs with `many`."""
 
     few: ExpertLinears
     many: ExpertLinears
 
     @property
     def encoding(self) -> object:
-        """Encoding of the weights that `few` multiplies by, or None if `few` has no `encoding`."""
+        """Encoding of the weights in `few`, or None if `few` has no `encoding` attribute."""
         return getattr(self.few, "encoding", None)
 
     @property
@@ -241,7 +241,7 @@ def packed_experts(
     format: triton.Format,
     zeros: torch.Tensor | None = None,
 ) -> "TritonExperts":
-    """Create linear layers for weights [experts, out, ...] in a format of the Triton kernels."""
+    """Create linear layers for weights [experts, out, ...] in a format that Triton kernels read."""
     # Imported here because Triton is not installed everywhere.
     from ullage_engine.kernels.triton.matmul import TritonExperts
 
@@ -289,7 +289,7 @@ def column_panels(columns: int, max_columns: int) -> list[slice]:
 def decodes(device: torch.device) -> bool:
     """Return whether MXFP4 weights are decoded before the matmul.
 
-    This is necessary on devices without Triton, whose kernels decode weights within the matmul.
+    This is necessary on devices without Triton. Triton kernels decode weights within the matmul.
     """
     return not triton.runs_on(device)
 
@@ -298,10 +298,12 @@ class Mxfp4Decoder:
     """Decodes MXFP4 weights, one panel at a time, into scratch memory that all layers share."""
 
     def __init__(self, dtype: torch.dtype, scratch: torch.Tensor) -> None:
-        """Create a decoder to `dtype` that uses `scratch`, of `mxfp4_scratch_bytes` bytes.
+        """Create a decoder that converts weights to `dtype`.
+
+        `scratch` is a uint8 buffer with at least `mxfp4_scratch_bytes` bytes.
 
         Raises:
-            ValueError: the type cannot represent every scale.
+            ValueError: `dtype` cannot represent every scale.
         """
         if dtype not in _WORDS:
             raise ValueError(
@@ -466,8 +468,8 @@ class Experts:
             weights: weights of this layer.
             arena: buffers of `ullage_engine.kernels.arena`.
             deterministic: whether results are batch-invariant.
-            reduce: sums a tensor over the ranks, each of which has a slice of every expert. None on
-                a single rank.
+            reduce: sums a tensor over the ranks, each of which has a slice of every expert. None if
+                there is only one rank.
         """
         self._spec = spec
         self._weights = weights
@@ -577,7 +579,7 @@ class Experts:
             self._weights.gate(gate_up[part], gated[part])
 
     def _parts(self, rows: int, width: int, unit: int) -> list[slice]:
-        """Split rows into slices, each of which is processed by one call per elementwise operation.
+        """Split rows into slices that an elementwise operation processes in one call each.
 
         A deterministic layer limits each call to the size that torch computes on a single thread.
         """

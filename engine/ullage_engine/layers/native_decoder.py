@@ -348,14 +348,14 @@ class NativeDecoder:
         }
 
     def _vector(self, name: str) -> int | None:
-        """Return the address of a vector in float32, or None if the model has none of this name."""
+        """Return the address of a vector in float32, or None if the model has no such vector."""
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor)
 
     def _taps(self, name: str) -> int | None:
         """Return the address of a convolution's taps in float32, oldest first.
 
-        Return None if the model has no taps of this name.
+        Return None if the model has no taps with this name.
         """
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor.t())

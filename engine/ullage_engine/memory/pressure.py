@@ -104,7 +104,7 @@ class PressureController:
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:
-        """Update the level from this state. Return the state with the new level and its limits."""
+        """Update the level from `state`. Return `state` with the new level and limits."""
         level = self.update(headroom_share(state))
         return msgspec.structs.replace(
             state,

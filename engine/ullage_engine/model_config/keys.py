@@ -33,17 +33,17 @@ Keys = Mapping[str, Key]
 
 
 def read(meaning: str, *names: str) -> dict[str, Key]:
-    """Return a rule for each of these keys, which the engine honours."""
+    """Return rules for keys that the engine honours."""
     return dict.fromkeys(names, Key(meaning, is_read=True))
 
 
 def harmless(reason: str, *names: str) -> dict[str, Key]:
-    """Return a rule for each of these keys, which never affect results, whatever their value."""
+    """Return rules for keys that never affect results, whatever their value."""
     return dict.fromkeys(names, Key(reason))
 
 
 def fixed(meaning: str, values: tuple[object, ...], *names: str) -> dict[str, Key]:
-    """Return a rule for each of these keys, which must be missing, null or one of `values`."""
+    """Return rules for keys that must be missing, null or one of `values`."""
     return dict.fromkeys(names, Key(meaning, values=values))
 
 

@@ -7,7 +7,8 @@ mlp(x) = down(silu(gate x) · up x)
 
 Qwen3 also normalises each head of Q and K before rotation.
 
-LFM2, dense and mixture-of-experts: most layers have a gated short convolution, others attention.
+LFM2, dense and mixture-of-experts: most layers use a gated short convolution, the others use
+attention.
 
 x += mixer(norm(x)); x += feed_forward(norm(x)), where the mixer is attention with normalised heads
 or the convolution

@@ -120,7 +120,7 @@ def read_rope(
 def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[HFConfig, str]:
     """Return the section that defines position scaling, and the section's name.
 
-    If both sections exist, this is `rope_scaling`. If neither exists, it is the family's default,
+    If both sections exist, `rope_scaling` is used. If neither exists, the family's default is used,
     if there is one.
     """
     modern = config.section("rope_parameters")

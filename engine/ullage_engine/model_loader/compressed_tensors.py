@@ -212,7 +212,7 @@ class ScaledMatrices:
         return "fp8"
 
     def _points(self, stem: str) -> torch.Tensor:
-        """Return a matrix's zero points as float32 [rows, 1], or [1, 1] if it has a single one."""
+        """Return a matrix's zero points as float32 [rows, 1], or [1, 1] if there is only one."""
         points = self._reader.read(f"{stem}.weight_zero_point").to(torch.float32)
         rows = self._reader.shape(f"{stem}.weight")[0]
         if points.numel() != 1 and tuple(points.shape) not in ((rows,), (rows, 1)):

@@ -224,7 +224,7 @@ def read_safetensors_header(path: Path) -> list[str]:
 
 
 def _read_spans(path: Path) -> list[_Span]:
-    """Return where each tensor of a safetensors file lies, as offsets from the beginning."""
+    """Return the spans of all tensors in a safetensors file, with offsets from the file start."""
     size = check_file(path)
     with explained(path), path.open("rb") as file:
         start = file.read(9)

@@ -1,11 +1,11 @@
 """Reads headers of GGUF files, and handles models that are split into several files.
 
 This module imports neither torch nor numpy, and does not read tensor data. A header consists of the
-magic `GGUF`, the version (uint32), the numbers of tensors and of metadata pairs (uint64), the
-key-value pairs, and the name, shape, type and offset of each tensor. The data section follows at a
-multiple of the alignment. llama.cpp splits a model into files named `NAME-00001-of-0000N.gguf`.
-Only the first part contains all metadata pairs, while every part contains `split.no`, `split.count`
-and `split.tensors.count`.
+magic `GGUF`, the version (uint32), the number of tensors and the number of metadata pairs (both
+uint64), the metadata as key-value pairs, and the name, shape, type and offset of each tensor. The
+data section follows at a multiple of the alignment. llama.cpp splits a model into files named
+`NAME-00001-of-0000N.gguf`. Only the first part contains all metadata pairs, while every part
+contains `split.no`, `split.count` and `split.tensors.count`.
 """
 
 import errno

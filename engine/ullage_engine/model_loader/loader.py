@@ -76,7 +76,7 @@ Progress = Callable[[int, int], None]
 
 
 class Shard(Protocol):
-    """Protocol for one rank's share of a model: its encodings, and its slice of each tensor."""
+    """Protocol for one rank's part of a model: the encodings and the slices of its tensors."""
 
     encodings: dict[str, Encoding]
     """Encodings of the rank's quantised matrices, by name."""
@@ -254,7 +254,7 @@ def content_key(
 def source_key(files: ModelFiles, use: str) -> str:
     """Compute a key from the source files' paths, sizes and modification times.
 
-    The key also depends on `use`, which states what the files are used for.
+    The key also depends on `use`, so that it differs between uses of the same files.
     """
     digest = hashlib.sha256(f"{use}\n".encode())
     for path in _source_files(files):
@@ -362,9 +362,9 @@ def _prepare_either(
 ) -> tuple[Path, Header]:
     """Write the prepared file, and fall back to rounding to nearest if calibration fails.
 
-    The calibrated weights are written to `path`, and the fallback to a different file. The caller
-    holds the lock for `path`, so a process that was waiting for the lock then finds one of the two
-    files.
+    Calibrated weights are written to `path`, and fallback weights to a different file. The caller
+    holds the lock for `path`. When another process gets the lock afterwards, it finds one of the
+    two files and need not prepare the weights again.
     """
     try:
         return path, _prepare(files, path, form, progress, calibration)
@@ -396,7 +396,7 @@ def _verified_header(path: Path, progress: Progress) -> Header | None:
 
 
 def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | None:
-    """Return the name of a file's first tensor with a wrong checksum, or None if none."""
+    """Return the name of the file's first tensor whose checksum is wrong, or None if all match."""
 
     def is_whole(stored: StoredTensor) -> bool:
         with view[stored.offset : stored.end] as data:
@@ -417,7 +417,7 @@ def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | Non
 
 
 def _differing_tensor(loaded: LoadedModel, header: Header, progress: Progress) -> str:
-    """Return the name of the first tensor in memory with a wrong checksum, or "" if none."""
+    """Return the name of the first tensor in memory whose checksum is wrong, or "" if all match."""
 
     def is_whole(stored: StoredTensor) -> bool:
         digest = hashlib.sha256()
@@ -443,7 +443,7 @@ def _differing_part(
     hashed: Sequence[StoredTensor],
     progress: Progress,
 ) -> str:
-    """Return the name of the first tensor that fails the check of one rank, or "" if none.
+    """Return the name of the first tensor that fails this rank's check, or "" if all pass.
 
     The checksums of the tensors in `hashed` are verified against the file's data. The rank's
     tensors in memory are then compared with the file.
@@ -479,7 +479,7 @@ def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
 
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a thread-safe function that adds newly done bytes to a total and reports it."""
+    """Return a thread-safe function that adds to the number of bytes done and reports progress."""
     lock = threading.Lock()
     done = 0
 
@@ -603,9 +603,10 @@ def _prepare(
 
 @contextmanager
 def _foreseen(files: ModelFiles) -> Iterator[None]:
-    """Turn unexpected errors within the `with` block into a `WeightsError` about unreadable files.
+    """Raise a `WeightsError` in place of any unexpected error within the `with` block.
 
-    A restart would not help, because it would read the same files.
+    The message says that the files cannot be read. A restart would not help, because it would read
+    the same files.
     """
     try:
         yield

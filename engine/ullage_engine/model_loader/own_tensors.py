@@ -76,7 +76,7 @@ def with_own_head(model_config: ModelConfig, tensors: Tensors) -> ModelConfig:
 
 
 def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig) -> None:
-    """Refuse a checkpoint that has tensors for the model's layers that no layer reads.
+    """Refuse a checkpoint with tensors that belong to the model's layers but are never read.
 
     Tensors of layers beyond the configured number are ignored. All-zero biases, which some
     quantisers write, are ignored too.
@@ -161,7 +161,10 @@ def _is_stored_part(name: str, stems: set[str]) -> bool:
 
 
 def _is_computed_with(name: str, model_config: ModelConfig) -> bool:
-    """Return whether a tensor is part of a configured layer, the embedding, final norm or head."""
+    """Return whether a tensor belongs to a part of the model that is computed.
+
+    These parts are the configured layers, the embedding, the final norm and the head.
+    """
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None:
         return int(layer[1]) < model_config.num_layers

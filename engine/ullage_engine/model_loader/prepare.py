@@ -84,8 +84,8 @@ class PreparedTensor:
     def is_calibrated(self) -> bool:
         """Whether calibration may choose how the matrix is rounded.
 
-        This is the case if the matrix is rounded to int4, rather than keeping values of the
-        checkpoint.
+        This is the case if the matrix is rounded to int4, and does not keep the checkpoint's
+        quantised values.
         """
         return self.encoding is not None and self.encoding.format == "int4" and not self.is_kept
 
@@ -101,7 +101,7 @@ class PreparedTensor:
         return flat.view(self.plan.shape)
 
     def chunks(self, rounded: Quantized | None = None) -> Iterator[Iterable[torch.Tensor]]:
-        """Yield, for each stored array in file order, the tensors that make up the array's data.
+        """Yield each stored array in file order, as an iterable of the tensors that make it up.
 
         Args:
             rounded: the calibrated matrix. If None, the checkpoint's quantised values are kept if
@@ -233,9 +233,9 @@ class Calibration(Protocol):
 def rounded_tensors(
     prepared: Iterable[PreparedTensor], round_layer: RoundLayer | None
 ) -> Iterator[tuple[PreparedTensor, Quantized | None]]:
-    """Yield every tensor in order, together with its calibrated matrix.
+    """Yield every tensor in order, together with its calibrated matrix or None.
 
-    Instead of the matrix, None is yielded if `round_layer` is None or did not round this tensor.
+    The matrix is None if `round_layer` is None or did not round this tensor.
     """
     for prefix, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
         layer = list(group)
@@ -313,10 +313,10 @@ class PreparedForm:
 
     @property
     def _kept(self) -> Format | None:
-        """Target format to pass to `CheckpointReader.encoding`, or None if there is none.
+        """Target format to pass to `CheckpointReader.encoding`, or None to request no format.
 
-        There is none if `quantization` is `none`, or if it is `auto` and the device does not read
-        tiles.
+        It is None if `quantization` is `none`, or if `quantization` is `auto` and the device's
+        kernels do not read tiles.
         """
         if self.quantization == "auto":
             return "int4" if self._reads_tiles else None

@@ -6,8 +6,8 @@ writes the proof next to the prepared weights if both results are equal. Every l
 its own results with the proof before it serves requests.
 
 One file contains the proofs of all ranks that compute together. The file name contains the key of
-the weights and a digest of everything else that may change result bits, such as the hardware. A
-change of either therefore leads to a different file.
+the weights and a digest of everything else that may change result bits, such as the hardware. If
+either changes, a different file is therefore used.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ Facts = Mapping[str, str]
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """What one rank computed in a start, as digests and samples."""
+    """The results of one rank's computations in a start, as digests and samples."""
 
     tensors: dict[str, str]
     """Digests of the tensors in memory, by name."""
@@ -153,9 +153,9 @@ def tolerance(dtype: torch.dtype, *, is_exact: bool) -> float:
 def confirm(
     file: ProofFile, verified: list[Proof] | None, found: list[Proof], tolerance: float
 ) -> None:
-    """Check that this start computed the same as a verified start, on every rank.
+    """Check that every rank's results in this start match those of a verified start.
 
-    If there has been no verified start, the proofs of this start are stored for later starts.
+    If no start has been verified before, the proofs of this start are stored for later starts.
 
     Raises:
         ProofError: a rank's results differ.
@@ -250,8 +250,8 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 def digest_weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return a digest of each tensor, computed from sums over the tensor's pages, by tensor name.
 
-    For large weights on a CPU, only some of the pages are read. A digest changes if a single value
-    in the pages that are read changes.
+    For large weights on a CPU, only some of the pages are read. Changing a single value in these
+    pages changes the digest.
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
     is_on_host = all(tensor.device.type == "cpu" for tensor in tensors.values())

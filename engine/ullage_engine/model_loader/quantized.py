@@ -231,7 +231,7 @@ class PackedExperts:
 
 
 def own_tensors(stem: str, matrix: Quantized) -> dict[str, torch.Tensor]:
-    """Return the tensors that store one int4 matrix, by the names that `ullage quantize` writes."""
+    """Return the tensors that store one int4 matrix, with the names that `ullage quantize` uses."""
     assert matrix.zeros is not None, "int4 has zeros"
     codes = (matrix.values - MIN_VALUE["int4"]).view(torch.uint8)
     return {

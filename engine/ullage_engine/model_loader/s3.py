@@ -52,7 +52,7 @@ _MD5 = re.compile(r'"[0-9a-f]{32}"')
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which objects to fetch from a bucket folder, and which one must be among them."""
+    """The objects to fetch from a bucket folder, and the one that the folder must contain."""
 
     patterns: tuple[str, ...]
     """Name patterns of the objects to fetch."""

@@ -301,7 +301,10 @@ class Bucket:
         asked: Mapping[str, str],
         on_body: Callable[..., None],
     ) -> tuple[Any, dict[str, Any]]:
-        """Start a request. Return it and a dictionary that receives the headers and the outcome."""
+        """Start a request, and return the request and a dictionary for its results.
+
+        The response's headers and the outcome are added to the dictionary as they become known.
+        """
         done: dict[str, Any] = {"headers": {}}
 
         def on_headers(headers: list[tuple[str, str]], **_: Any) -> None:

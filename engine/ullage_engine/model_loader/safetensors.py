@@ -28,7 +28,7 @@ class CheckpointReader(Protocol):
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Quantised formats in the checkpoint. If empty, a user may request any format."""
+        """Quantised formats in the checkpoint. If there are none, a user may request any format."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
@@ -36,7 +36,7 @@ class CheckpointReader(Protocol):
         ...
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Return an encoding that keeps a matrix's quantised values, or None if impossible.
+        """Return an encoding that keeps a matrix's quantised values, or None if there is none.
 
         `target` is the requested format, or None if none is requested. If the result is None, the
         caller must use `read` instead.

@@ -17,7 +17,7 @@ Rearrange = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A checkpoint tensor to be stacked into a prepared tensor, for example Q into fused QKV."""
+    """A checkpoint tensor that becomes part of a prepared tensor, such as Q in the fused QKV."""
 
     source: str
     """Name of the tensor in Hugging Face checkpoints."""
@@ -57,7 +57,10 @@ def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
 
 
 def fit_a_checkpoint(plans: Iterable[TensorPlan]) -> bool:
-    """Return whether no tensor is rearranged, so that they can be saved as a checkpoint."""
+    """Return whether tensors with these plans can be saved as a checkpoint.
+
+    This is the case if none of the checkpoint's tensors is rearranged.
+    """
     return not any(part.rearrange for plan in plans for part in plan.parts)
 
 

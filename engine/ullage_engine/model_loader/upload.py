@@ -41,7 +41,10 @@ class CopyStream(Protocol):
 
 
 class CudaCopies:
-    """Queues copies on the device's current stream. Work queued on it later sees the data."""
+    """Queues copies on the device's current stream.
+
+    Work that is queued on the stream afterwards sees the copied data.
+    """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

@@ -4,7 +4,7 @@ The layout is pure arithmetic, so it is the same after every restart, and the le
 transfer buffers before they are allocated. A rank's number is stage * tensor + tensor rank. Ranks
 that share a layer are adjacent because they communicate twice per layer, whereas stages communicate
 only once per step. Layers are split into stages so that the largest stage is as small as possible.
-Size is measured by several criteria, of which later ones only break ties.
+Size is measured by several criteria, and later criteria only break ties.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ def _least_largest(
 ) -> float:
     """Return the cost of the most expensive run in the best split under one criterion.
 
-    Only splits are considered whose runs stay within `limits` under the earlier criteria.
+    Only splits whose runs stay within `limits` under the earlier criteria are considered.
     """
 
     @cache
@@ -230,9 +230,9 @@ def query_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Sha
 def stage_layers(model_config: ModelConfig, pipeline: int) -> list[Share]:
     """Return the layers of each stage.
 
-    The split first minimises the largest number of attention layers in a stage, because the stage
-    with the least memory for KV limits the number of blocks. Ties are broken by the work of the
-    slowest stage, and then by the largest weights of any stage.
+    The split minimises the maximum number of attention layers per stage, because the stage with
+    the least memory for KV limits the number of blocks. Ties are broken by the work of the slowest
+    stage, and then by the maximum size of the weights per stage.
     """
     if pipeline == 1:
         return [Share(0, model_config.num_layers)]
@@ -308,7 +308,7 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
-    """Return how many parameters a layer has or, if `is_active`, how many each token uses."""
+    """Return a layer's number of parameters. If `is_active`, count only those that a token uses."""
     hidden = model_config.hidden
     width = model_config.intermediate
     experts = model_config.experts

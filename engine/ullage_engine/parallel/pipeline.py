@@ -96,7 +96,7 @@ class RankGroup:
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Create these process groups. Return this rank's group, or None if there is none."""
+        """Create these process groups. Return the group that contains this rank, or None."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)
@@ -135,7 +135,8 @@ class StepTransfers:
     def receive(self, index: int) -> torch.Tensor | None:
         """Wait for the hidden states of a micro-batch, and start receiving those of the next one.
 
-        Micro-batches are received in order. The first stage embeds tokens, so it gets None.
+        Micro-batches are received in order. On the first stage, which embeds tokens and receives
+        nothing, the result is None.
         """
         if not self._received:
             return None
@@ -186,7 +187,7 @@ class StepTransfers:
 
 
 class PipelineRank:
-    """One rank's share of the group's work: micro-batches, transfers and sums.
+    """One rank's part in computing steps: micro-batches, transfers and sums.
 
     Buffers are allocated once. On CUDA, transfers overlap with computation. They are launched on a
     separate stream, and NCCL makes the compute stream wait for the hidden states it needs.
@@ -205,8 +206,8 @@ class PipelineRank:
         """Allocate the buffers of a rank.
 
         Args:
-            group: the group, or None for a rank that computes alone, so that there is nothing to
-                split, sum or send.
+            group: the group, or None if this rank computes alone. It then splits, sums and sends
+                nothing.
             max_rows: number of rows in the largest matmul of a whole step, including padding.
             hidden: width of the hidden states.
             dtype: dtype of the hidden states.

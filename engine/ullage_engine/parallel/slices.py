@@ -3,8 +3,8 @@
 Column-parallel matrices (qkv, gate_up, conv_in) are split along their outputs, by heads or
 channels. Row-parallel matrices (output, down, conv_out) are split along the matching inputs, so
 that a layer needs just one sum over its ranks after each row-parallel matrix. Norms and the router
-are small, so every rank holds a full copy of them. Tensors over the vocabulary are not split
-either, and only the first and the last stage hold them.
+are small, so every rank holds a full copy of them. Tensors with one row per vocabulary token
+are not split either, and only the first and the last stage hold them.
 
 The same code splits plain matrices and the tensors of quantised matrices, along rows or columns.
 For each quantised tensor, `quantization.formats.Piece` says which axes are rows and columns, and

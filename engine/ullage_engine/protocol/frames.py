@@ -85,7 +85,7 @@ class BlockingLink:
         """Return the next message, or None if none arrives within `timeout_s` seconds.
 
         Raises:
-            OSError: the other process has closed the socket, and all of its messages were returned.
+            OSError: the other process has closed the socket, and no message is left to return.
         """
         while not self._messages:
             if not self._poll.poll(math.ceil(timeout_s * 1000)):

@@ -2,8 +2,8 @@
 
 A malicious schema may exhaust the stack or the memory of the process that compiles it. A new
 grammar is therefore first compiled by `python -m ullage_engine.protocol.grammar`, a separate
-process. It reads the grammar from standard input. It writes the reason if the grammar is unusable,
-and otherwise writes nothing.
+process. It reads the grammar from standard input. If the grammar is unusable, it writes the reason
+to standard output. Otherwise, it writes nothing.
 """
 
 import resource

@@ -2,12 +2,12 @@
 
 Both processes log the client's request id, so that their log lines can be correlated with the
 router's. The server creates a span for each RPC to its service. Only the worker knows when tokens
-are computed, so it creates the inner spans queue, prefill and decode, each when its phase ends. If
+are computed, so it creates the inner spans (queue, prefill and decode) as each phase ends. If
 a worker is killed, its open spans are lost, and the server's span records that another worker
 resumed the request. Log lines and spans never contain prompts or answers.
 
-Each worker has its own tracer, which sends spans from a single thread. The alternative would be to
-send a message to the server for each span, even if nothing is traced.
+Each worker has its own tracer, which sends spans from a single thread. Otherwise, the worker would
+have to send a message to the server for each span, even if tracing is off.
 """
 
 import logging
@@ -46,7 +46,7 @@ class ServedRequest:
     """One RPC to the engine's service, logged and traced as a span.
 
     Args:
-        tracer: the server's tracer, or None if nothing is traced.
+        tracer: the server's tracer, or None if tracing is off.
         client_id: the client's request id, for the logs.
         metadata: the RPC's metadata, which may contain the client's trace context.
         attributes: attributes of the span.
@@ -69,7 +69,7 @@ class ServedRequest:
 
     @property
     def traceparent(self) -> str:
-        """Trace context for the worker's spans, or "" if nothing is traced."""
+        """Trace context for the worker's spans, or "" if the request is not traced."""
         return self._span.traceparent if self._span and self._span.is_recording else ""
 
     @property
@@ -86,7 +86,7 @@ class ServedRequest:
             self._span.set({_NAMES[name]: values[name] for name in _NAMES.keys() & values.keys()})
 
     def loaded(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """Add a span for a KV load from a tier that took `seconds` seconds and just finished."""
+        """Add a span for loading KV from a tier, which took `seconds` seconds and just ended."""
         if self._span and self._span.is_recording:
             attributes: dict[str, Value] = {"ullage.kv.tier": tier, "ullage.kv.tokens": num_tokens}
             now = time.time()

@@ -47,7 +47,7 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A new or resumed request, in the form in which the worker receives it."""
+    """A new or resumed request, as the worker receives it."""
 
     request_id: str
     client_id: str = ""
@@ -91,14 +91,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def session_key(self) -> str:
-        """Return the session's name made unique across cache salts, or "" without a session."""
+        """Return a session key that is unique across cache salts, or "" if there is no session."""
         return f"{self.cache_salt}\0{self.session_id}" if self.session_id else ""
 
     def is_complete(self, longest: int, resumed: bool) -> bool:
         """Return whether a resumed request has nothing left to generate.
 
-        A request with output counts as resumed. The result is False for all other new requests
-        and for embedding requests.
+        A request that already has output counts as resumed, even if `resumed` is false. For other
+        new requests and for embedding requests, the result is False.
 
         Args:
             longest: maximum number of tokens in the request's sequence.
@@ -110,13 +110,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         return num_produced >= self.max_tokens or len(self.token_ids) >= longest
 
     def charged_tokens(self, expected_output: int, limit: int) -> int:
-        """Return the number of tokens to reserve KV for: the prompt and the expected output.
+        """Return the number of tokens for which to reserve KV: the prompt and the expected output.
 
         The expected output is at least one token longer than the output so far, and at most
         `max_tokens`.
 
         Args:
-            expected_output: typical number of output tokens of a request.
+            expected_output: number of output tokens that requests typically generate.
             limit: maximum sequence length of this engine in tokens, which the result never exceeds.
         """
         produced = len(self.token_ids) - self.num_prompt_tokens

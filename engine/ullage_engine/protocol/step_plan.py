@@ -89,9 +89,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.sampling is not None and len(self.token_ids) == self.num_sampled
 
     def sampled_parts(self) -> "list[Chunk]":
-        """Split a chunk that samples several tokens into one truncated chunk per sampled token.
+        """Return one chunk for each token that this chunk samples.
 
-        Each returned chunk samples one token, which follows the chunk's last token.
+        Each returned chunk is a prefix of this chunk, and samples the token that follows the
+        prefix.
         """
         if self.num_sampled == 1:
             return [self]
@@ -102,7 +103,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def first_stored(self) -> int:
-        """Position of the first token whose new KV is kept. It follows any replayed tokens."""
+        """Position of the first token whose newly computed KV is kept.
+
+        Any replayed tokens come before this position.
+        """
         return self.start + self.num_replayed
 
 
@@ -151,7 +155,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Plan for one step: at most one chunk per sequence, decodes first."""
+    """Plan for one step. Each sequence has at most one chunk, and decodes come first."""
 
     chunks: list[Chunk]
     moves: Moves = field(default_factory=Moves)

@@ -100,7 +100,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_held_bytes(self) -> int:
-        """Return the KV bytes in block tables, not counting blocks that are free or only cached."""
+        """Return the bytes of KV blocks in block tables, which are neither free nor only cached."""
         return max(0, self.kv_pool_bytes - self.kv_free_bytes - self.kv_reclaimable_bytes)
 
     @property

@@ -152,7 +152,7 @@ def stacked(parts: list[Quantized]) -> Quantized:
 
 
 def rows_of(matrix: Quantized, start: int, count: int) -> Quantized:
-    """Return `count` of a matrix's rows, beginning with row `start`. This undoes `stacked`."""
+    """Return `count` rows of a matrix, starting at row `start`. The inverse of `stacked`."""
     rows = slice(start, start + count)
     zeros = None if matrix.zeros is None else matrix.zeros[rows]
     return Quantized(matrix.format, matrix.values[rows], matrix.scales[rows], zeros)
@@ -177,7 +177,8 @@ def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
 def chosen_encoding(format: Format, shape: tuple[int, int]) -> Encoding:
     """Return the encoding for weights of this shape in a number format.
 
-    If int4 is requested and its group size does not divide the number of columns, this is int8.
+    If int4 is requested but its group size does not divide the number of columns, the encoding is
+    int8.
     """
     columns = shape[1]
     if format != "int4":
@@ -289,7 +290,7 @@ def piece_of(encoding: Encoding, name: str) -> Piece:
 
 
 def encoding_of_one(encoding: Encoding, count: int) -> Encoding:
-    """Return the encoding of each of the `count` equal matrices that are stacked in a matrix."""
+    """Return the encoding of one of `count` equally shaped matrices, given that of their stack."""
     rows, columns = encoding.shape
     return msgspec.structs.replace(encoding, shape=(rows // count, columns))
 
@@ -463,9 +464,9 @@ def quantise_symmetric(
 def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
     """Round to E4M3, with one scale per row.
 
-    |weight - dequantised| <= max(|weight| / 16, scale / 1024): half of the last of 3 mantissa bits,
-    and half of the smallest subnormal step 2^-9. If a scale was rounded down, weights beyond 448
-    times the scale are clamped.
+    |weight - dequantised| <= max(|weight| / 16, scale / 1024). The first bound is half a unit of
+    the last of 3 mantissa bits. The second is half of the smallest subnormal step, 2^-9. If a scale
+    was rounded down, weights beyond 448 times the scale are clamped.
     """
     scales = stored_scales(weights.abs().amax(dim=1, keepdim=True) / E4M3_MOST, dtype)
     values = (weights / scales.to(torch.float32)).clamp_(-E4M3_MOST, E4M3_MOST)
@@ -493,9 +494,9 @@ def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quan
 
 
 def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert scales to the dtype in which they are stored, replacing any that are too small.
+    """Convert scales to the dtype in which they are stored.
 
-    Scales are first clamped to a small positive minimum, so that none of them becomes zero.
+    They are first clamped to a small positive minimum, so that none of them becomes zero.
     """
     smallest = _LEAST_FLOAT16 if dtype == torch.float16 else _TINY
     return scales.clamp(min=smallest).to(dtype)

@@ -69,7 +69,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 def _centred(codes: torch.Tensor, middle: int) -> torch.Tensor:
     """Subtract `middle` from unsigned codes, so that they are centred on 0.
 
-    This keeps the groups' zeros, and the errors from rounding these zeros, small.
+    The groups' zeros are then small, and so are the errors from rounding these zeros.
     """
     return codes.to(torch.int16).sub_(middle).to(torch.int8)
 
@@ -163,7 +163,7 @@ _KINDS = {
 
 
 def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
-    """Return the encoding for a matrix in this block type, or None if the type is unsupported."""
+    """Return the encoding for a matrix of blocks of type `kind`, or None if it is unsupported."""
     layout = _KINDS.get(kind)
     if layout is None:
         return None
@@ -171,7 +171,7 @@ def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
 
 
 def read_blocks(data: npt.NDArray[np.uint8], kind: str) -> Quantized:
-    """Convert a matrix stored in blocks of one type, given its rows as bytes [out, bytes]."""
+    """Convert a matrix from GGUF blocks of one type, bytes [out, bytes], to int4 or int8."""
     layout = _KINDS[kind]
     blocks = torch.from_numpy(np.array(data)).view(data.shape[0], -1, layout.num_bytes)
     groups = layout.read(blocks)

@@ -1,11 +1,11 @@
 """GPTQ: rounds matrices to int4 so as to minimise the error of matmul results, not of weights.
 
-Over all inputs x of a matrix W, rounding it to Q costs Σ |(W - Q) x|², which is the trace of (W -
-Q) G (W - Q)ᵀ with the Gram matrix G = Σ x xᵀ. Columns are rounded one after another, and the
-columns that are not rounded yet compensate for the error (Frantar et al. 2022, arXiv:2210.17323).
-Each group's scale and zero are chosen up front from all of its weights, with each error weighted by
-the mean square of its input. Columns can therefore be rounded in any order, and those with the
-largest inputs go first.
+If a matrix W is rounded to Q, the squared error over all inputs x is Σ |(W - Q) x|². This is the
+trace of (W - Q) G (W - Q)ᵀ with the Gram matrix G = Σ x xᵀ. Columns are rounded one after another,
+and the columns that are not rounded yet compensate for the error (Frantar et al. 2022,
+arXiv:2210.17323). Each group's scale and zero are chosen up front from all of its weights, with
+each error weighted by the mean square of its input. Columns can therefore be rounded in any order,
+and those with the largest inputs go first.
 
 Rows are rounded independently of each other.
 """
@@ -136,7 +136,7 @@ class _Fit:
         return (rounded.sub_(self._grouped).square_() * self._weight).sum(dim=2)
 
     def regression(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each group's scale and zero that bring these values closest to the weights."""
+        """Return the scale and zero of each group with which these values best fit the weights."""
         weighted = self._weight * values
         first = weighted.sum(dim=2)
         second = (weighted * values).sum(dim=2)
@@ -171,10 +171,10 @@ def quantise_calibrated(
     dtype: torch.dtype,
     report: Callable[[], None] = lambda: None,
 ) -> Quantized:
-    """Round weights to int4 for inputs with this Gram matrix.
+    """Round weights to int4 so that matmul errors are small for inputs with this Gram matrix.
 
-    Measured with the damped Gram matrix, no row ends up with a larger error than if every weight
-    were rounded to the nearest value. With a diagonal Gram matrix, all weights are rounded to the
+    No row has a larger error, measured with the damped Gram matrix, than if every weight were
+    rounded to the nearest value. With a diagonal Gram matrix, all weights are rounded to the
     nearest value. If inputs are infinite or NaN, all columns are weighted equally.
 
     Args:
@@ -222,7 +222,7 @@ def nearest_calibrated(
 
 
 def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
-    """Return the upper triangular U with UᵀU = G⁻¹, or None if it does not exist numerically."""
+    """Return the upper triangular U with UᵀU = G⁻¹, or None if it cannot be computed."""
     lower, failed = torch.linalg.cholesky_ex(gram)
     if failed:
         return None
@@ -233,7 +233,7 @@ def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
 def _compensated(
     weights: torch.Tensor, grid: Grid, group: int, order: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
-    """Round one column after another in `order`, and compensate for each error in later columns.
+    """Round columns one by one in `order`, adjusting later columns to compensate for each error.
 
     Args:
         weights: float32 [out, in].

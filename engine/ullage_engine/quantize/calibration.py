@@ -1,4 +1,4 @@
-"""Calibrated int4: rounds a model's matrices to suit their inputs on a calibration text.
+"""Calibrated int4: rounds a model's matrices for the inputs that a calibration text produces.
 
 The model runs once, layer by layer, over a text that ships with the package. Each matrix is rounded
 when the text first reaches it (`ullage_engine.quantization.gptq`), and from then on computes with
@@ -98,7 +98,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Int4Calibration:
-    """Calibrates matrices that are rounded to int4, as this module's docstring describes."""
+    """Calibrates matrices that are rounded to int4. The module docstring describes the method."""
 
     text: Path = TEXT
     max_tokens: int = 16_384
@@ -123,8 +123,8 @@ class Int4Calibration:
     ) -> RoundLayer | None:
         """Prepare the first layer, and return the function that rounds one layer after another.
 
-        Return None if there is no matrix to calibrate. Log a warning and return None if the model
-        cannot read a text, or if calibration would cost too much at load.
+        Return None if there is no matrix to calibrate. Log a warning and return None if the text
+        cannot be tokenised, or if calibration would cost too much at load.
 
         Raises:
             CalibrationError: the text cannot be embedded, for example for lack of memory.
@@ -219,12 +219,12 @@ def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
 
 
 def _remedy(prepared: Sequence[PreparedTensor]) -> str:
-    """Return a text on how much quality rounding to nearest may cost, with any remedy."""
+    """Describe how much quality rounding to nearest may cost, and the remedy if there is one."""
     return COST + REMEDY if fit_a_checkpoint(each.plan for each in prepared) else COST
 
 
 def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
-    """Return `StepLimits` with which a single step can compute the whole text."""
+    """Return step limits that are large enough to compute the whole text in a single step."""
     return StepLimits(
         max_tokens=num_windows * window,
         max_rows=num_windows,

@@ -401,10 +401,10 @@ def _write(
 def _rounded(
     conversion: Conversion, files: ModelFiles, reader: CheckpointReader, plans: list[TensorPlan]
 ) -> Iterator[tuple[TensorPlan, Quantized | None]]:
-    """Yield each tensor's plan, in order, together with the tensor's calibrated int4 matrix.
+    """Yield each tensor's plan in order, together with its calibrated int4 matrix or None.
 
-    Instead of the matrix, None is yielded if the tensor is not calibrated. A plan says which parts
-    of the checkpoint a tensor is read from.
+    The matrix is None if the tensor is not calibrated. The plan says which parts of the checkpoint
+    the tensor is read from.
     """
     if conversion.format != "int4":
         yield from ((plan, None) for plan in plans)
@@ -429,9 +429,9 @@ def _matrix(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert a tensor to bfloat16 if it was dequantised (is float32 and has several dimensions).
+    """Convert a dequantised tensor to bfloat16. Return other tensors unchanged.
 
-    Other tensors are returned unchanged.
+    A tensor counts as dequantised if it is float32 and has several dimensions.
     """
     return tensor.bfloat16() if tensor.dim() > 1 and tensor.dtype == torch.float32 else tensor
 

@@ -101,7 +101,7 @@ class Row:
         return uniform(self.params.seed, self.position)
 
     def draw(self) -> Draw:
-        """Return the parameters with which the C++ library chooses the token."""
+        """Return the row's sampling parameters as a structure for the C++ library."""
         params = self.params
         return Draw(
             temperature=params.temperature,

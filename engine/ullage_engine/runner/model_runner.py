@@ -104,12 +104,12 @@ class ModelRunner:
             dtype: type of activations and unquantised matmuls.
             limits: limits of a step, which determine the size of every buffer.
             pipeline_rank: this rank's part of a group. None if one rank computes alone.
-            wrap: replaces linear layers of the model.
-            wrap_experts: replaces linear layers of experts.
+            wrap: returns a replacement for each linear layer of the model.
+            wrap_experts: returns a replacement for the linear layers of experts.
             kv_type: type of keys and values that are not stored as float8. None for `dtype`.
             new_capture: starts capturing decode steps as CUDA graphs. Graphs require a single rank
-                that computes only with kernels, and a model without experts, because the host may
-                have to read how many rows each expert has.
+                that computes only with kernels. The model must have no experts, because the host
+                may have to read how many rows each expert has.
         """
         self._loaded = loaded
         self._device = device
@@ -200,7 +200,7 @@ class ModelRunner:
         return state_slots(self._limits.max_rows) * state_bytes + self._scratch_bytes
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Return how many bytes are actually allocated for each reservation, by its name."""
+        """Return the number of bytes actually allocated for each reservation, by name."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
             "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
@@ -290,7 +290,7 @@ class ModelRunner:
                 self._native.use_memory(self._pool.layers, self._state_pool.layers)
 
     def verify_row_invariance(self) -> str | None:
-        """Check that results on this machine are batch-invariant, if the settings promise it.
+        """Check that results on this machine are batch-invariant, if the settings guarantee this.
 
         The check overwrites the arena, so call this method before `warm_up`.
 
@@ -412,7 +412,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Compute a step and sample a token for each sampled row, in plan order.
+        """Compute a step, and return the tokens that it samples, in plan order.
 
         Every rank of a group computes its part, but only the sampling rank returns tokens.
         """
@@ -436,7 +436,7 @@ class ModelRunner:
             return sample(logits, chunks, self._counts, likeliest, team, self._as_computed(logits))
 
     def _as_computed(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits in the model's dtype, of which `logits` is a copy in float32.
+        """Return the original logits in the model's dtype, given their float32 copy.
 
         Return None if the C++ library computes the model, because its logits are float32 already.
         """
@@ -455,7 +455,7 @@ class ModelRunner:
             yield chunks, logits
 
     def _computed(self, plan: StepPlan) -> Iterator[_Computed]:
-        """Compute a step's micro-batches. Yield the results of those that this rank samples."""
+        """Compute a step's micro-batches. Yield the results of those in which this rank samples."""
         self._clear_begun_blocks(plan)
         parts = self._rank.split(plan)
         transfers = self._rank.transfers([part.num_tokens for part in parts])
@@ -648,7 +648,7 @@ class ModelRunner:
         return True
 
     def _computed_logits(self, rows: int) -> torch.Tensor:
-        """Return the buffer for the logits of `rows` rows, including padding rows."""
+        """Return the buffer for `rows` rows of logits and any padding rows."""
         padded = self._limits.product_rows(rows)
         return shaped(self._sampling["computed"], padded, self.model_config.vocab)
 

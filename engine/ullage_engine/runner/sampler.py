@@ -137,7 +137,7 @@ class _RawLogprobs:
 def _raw_logprobs(
     logits: torch.Tensor, rows: Sequence[Row], team: Team | None
 ) -> dict[int, _RawLogprobs]:
-    """Return log-probabilities of the model's own distribution, for rows that report them.
+    """Return the model's own log-probabilities, by row index, for rows that must report them.
 
     Beam searches and best-of ranking compare log-probabilities, so the C++ library computes them
     bit-identically on every processor.

@@ -62,7 +62,7 @@ class StepGraphs:
     """The graphs of one runner, keyed by number of rows and block table width."""
 
     def __init__(self, new_capture: NewCapture, most_blocks: int) -> None:
-        """Prepare to capture graphs, with block tables of at most `most_blocks` blocks."""
+        """Prepare to capture graphs for block tables of at most `most_blocks` blocks."""
         self._new_capture = new_capture
         self._capture: Capture | None = None
         self._replays: dict[tuple[int, int], Action] = {}

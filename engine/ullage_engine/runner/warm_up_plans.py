@@ -128,9 +128,10 @@ def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPla
 
 
 def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:
-    """Yield the chunks, given histories that penalise at least `PENALTIES_AT_ONCE` logits in total.
+    """Yield the chunks with histories, so that penalties change many logits.
 
-    Histories are shorter if `max_model_len` or `vocab` is too small for this.
+    The histories penalise at least `PENALTIES_AT_ONCE` logits in total, or fewer if `max_model_len`
+    or `vocab` is too small for this.
     """
     tokens = min(max_model_len, vocab, -(-PENALTIES_AT_ONCE // len(chunks)))
     for chunk in chunks:
@@ -138,7 +139,7 @@ def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[
 
 
 def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield a decode plan for every group size that attention can have at this context length."""
+    """Yield a plan for each number of decodes that attention may group at this context length."""
     gathered = max(
         1, limits.max_gather_tokens // (limits.context_blocks(blocks) * limits.block_tokens)
     )

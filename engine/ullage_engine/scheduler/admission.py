@@ -90,7 +90,10 @@ class AdmissionControl:
         return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
-        """Create a sequence that ranks behind older ones of the same priority and submission."""
+        """Create a sequence that ranks behind all sequences created earlier with the same `rank`.
+
+        `rank` contains the priority and the submission. Its serial number is replaced.
+        """
         self._num_submitted += 1
         return Sequence(
             request=request,
@@ -186,7 +189,7 @@ class AdmissionControl:
     def _queue_slots(self, num_requests: int) -> int:
         """Return how many more requests may wait in the queue.
 
-        If the queue is empty, `num_requests` may always wait, even if they exceed its maximum
+        An empty queue always has room for `num_requests`, even if they exceed the queue's maximum
         length.
         """
         num_waiting = self._sequences.num_waiting
@@ -194,7 +197,7 @@ class AdmissionControl:
         return free if num_waiting else max(free, num_requests)
 
     def _min_blocks(self, sequence: Sequence) -> int:
-        """Return the minimum number of blocks with which this sample can generate its next token.
+        """Return the minimum number of blocks that this sample needs to generate its next token.
 
         Blocks that the sample shares with the parent of its group are not counted.
         """

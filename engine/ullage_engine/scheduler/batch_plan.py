@@ -45,7 +45,7 @@ class PromptCost:
         return count * (1.0 + (start + count / 2) / self.even_context)
 
     def tokens_within(self, budget: float, start: int, most: int) -> int:
-        """Return how many prompt tokens from position `start` on cost at most `budget`.
+        """Return how many prompt tokens, starting at position `start`, fit into `budget`.
 
         The result is at most `most`.
         """
@@ -110,7 +110,10 @@ class PromptBudget:
         self._is_untouched = True
 
     def share(self, start: int, remaining: int) -> int:
-        """Return how many of a prompt's `remaining` tokens, from position `start` on, still fit."""
+        """Return how many of a prompt's `remaining` tokens fit into what is left of the budget.
+
+        `start` is the position of the first remaining token.
+        """
         if not self._is_chunked:
             return remaining if remaining <= self._tokens else 0
 
@@ -134,7 +137,7 @@ class Transfers(NamedTuple):
     read: tuple[KvRead, ...] = ()
 
     def and_those_of(self, other: "Transfers") -> "Transfers":
-        """Return a new `Transfers` with these copies and those of another."""
+        """Return a new `Transfers` that contains the copies of both objects."""
         return Transfers(self.stored + other.stored, self.read + other.read)
 
 

@@ -32,7 +32,7 @@ until the next beams have forked from it.
 
 @dataclass(slots=True, eq=False)
 class _BeamGroup:
-    """The state of one beam search and of the requests that it answers, one per hypothesis."""
+    """The state of one beam search and its requests, each of which gets one hypothesis."""
 
     requests: list[EngineRequest]
     rules: BeamRules
@@ -144,8 +144,8 @@ class BeamSearches:
         """Start a beam search whose best hypotheses answer these requests, or refuse it.
 
         Returns:
-            The refusal, which names the first request, or the outputs of requests that end
-            immediately because no further token fits.
+            If the search is refused, the refusal, which names the first request. Otherwise, the
+            outputs of requests that end immediately because no further token fits.
         """
         group = _new_group(requests)
         root, *others = group.roots()
@@ -188,7 +188,7 @@ class BeamSearches:
         return True
 
     def on_failed(self, failed: RequestFailed) -> list[RequestFailed]:
-        """Return the requests that fail because of this failure.
+        """Return a failure for each request that fails as a result of `failed`.
 
         If a beam has failed, its search ends, and all requests of the search fail. Any other
         failure is returned unchanged.

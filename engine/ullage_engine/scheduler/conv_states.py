@@ -18,7 +18,7 @@ from ullage_engine.scheduler.sequence_table import SequenceTable
 
 
 class ConvStatePool:
-    """Assigns convolution state slots to sequences. Empty for models without convolutions."""
+    """Assigns convolution state slots to sequences. Models without convolutions have none."""
 
     def __init__(self, replay_tokens: int, max_sequences: int, sequences: SequenceTable) -> None:
         self.replay_tokens = replay_tokens
@@ -43,8 +43,8 @@ class ConvStatePool:
         """Assign the convolution state slots that a planned chunk reads and writes.
 
         Returns:
-            The slot of the state that the chunk reads, or None for the zero state, and the slot of
-            the next state.
+            Two slots: the one that the chunk reads, or None for the zero state, and the one to
+            which it writes the next state.
         """
         if not self.replay_tokens:
             return None, 0

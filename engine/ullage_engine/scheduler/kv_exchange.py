@@ -81,7 +81,8 @@ class BlockOffers(Generic[Place]):
     def withdraw(self, chains: Collection[bytes] | None) -> None:
         """Remove blocks from the next offer.
 
-        `chains`: key prefixes of the blocks to remove, or None to remove all blocks.
+        Args:
+            chains: key prefixes of the blocks to remove, or None to remove all blocks.
         """
         keys = [key for key in self._new_blocks if chains is None or key[:CHAIN_BYTES] in chains]
         for key in keys:
@@ -105,9 +106,10 @@ class BlockOffers(Generic[Place]):
         self._granted += [(slot, places[slot.key]) for slot in slots]
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
-        """Remove and return the granted slots that the next step handles.
+        """Remove and return the granted slots that the next step fills or gives back.
 
-        `is_there` tells whether the offered block is still at its location.
+        Args:
+            is_there: returns whether a location still holds the offered block.
         """
         granted = Granted[Place]([], [])
         for _ in range(min(_MAX_STORED, len(self._granted))):
@@ -121,7 +123,7 @@ class BlockOffers(Generic[Place]):
 
 @dataclass(slots=True, eq=False)
 class KvQuery:
-    """A query to the server for a sequence's blocks that KV tiers outside the device may hold."""
+    """A query to the server for a sequence's blocks that may be in tiers outside the device."""
 
     number: int
     first: int
@@ -180,7 +182,8 @@ class KvExchange(Generic[Place]):
     def discard(self, chains: list[bytes] | None) -> None:
         """Make all tiers outside the device discard blocks.
 
-        `chains`: key prefixes of the blocks to discard, or None to discard all blocks.
+        Args:
+            chains: key prefixes of the blocks to discard, or None to discard all blocks.
         """
         self._offers.withdraw(chains)
         self._outgoing.append(KvDamaged(chains=chains))
@@ -238,7 +241,7 @@ class KvExchange(Generic[Place]):
 
         Args:
             stored: slots to which blocks have been copied.
-            read: reports on answers whose blocks have been copied to the device.
+            read: reports for those `KvFound` answers whose blocks have been copied to the device.
         """
         if written := list(stored):
             self._outgoing.append(KvWritten(stored=written))

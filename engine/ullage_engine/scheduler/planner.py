@@ -104,9 +104,9 @@ class BatchPlanner:
     def _present(self, running: list[Sequence]) -> list[Sequence]:
         """Return the sequences whose KV is already on the device.
 
-        Sequences that wait for the answer to a KV query are left out. If all others are about to
-        have their KV copied back, they are returned all the same, and the step waits for the
-        copies.
+        Sequences that are waiting for the answer to a KV query are left out. If the KV of all other
+        sequences is still to be copied to the device, they are returned anyway, and the step waits
+        for the copies.
         """
         if self._tiers:
             running = [each for each in running if not self._tiers.is_waiting(each)]
@@ -161,7 +161,7 @@ class BatchPlanner:
         return end
 
     def _allocate(self, sequence: Sequence, start: int, end: int) -> bool:
-        """Allocate blocks for the tokens from `start` to `end`, preempting others if necessary.
+        """Allocate blocks for tokens `start` to `end`, preempting other sequences if necessary.
 
         Returns:
             Whether the blocks were allocated. The least important running sequences are preempted

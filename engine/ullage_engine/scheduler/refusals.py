@@ -117,7 +117,10 @@ def refuse_duplicates(
 
 
 def soonest_releases(releases: Iterable[tuple[float, int]]) -> list[ReleaseState]:
-    """List up to 32 expected memory releases, soonest first. The last one includes all others."""
+    """List at most 32 expected memory releases, soonest first.
+
+    If more are expected, the last entry combines all remaining releases, at the time of the latest.
+    """
     ordered = sorted(releases)
     head = ordered[: _MAX_RELEASES - 1]
     rest = ordered[_MAX_RELEASES - 1 :]
@@ -140,7 +143,7 @@ def _never(request: EngineRequest, needed: int, available: int, reason: str) -> 
 def _retry_after(missing_bytes: int, releases: Iterable[tuple[float, int]]) -> float:
     """Return the number of seconds until enough memory is expected to be free.
 
-    If the expected releases do not suffice, return the time of the last release.
+    If all expected releases together free too little, return the seconds until the last one.
     """
     ordered = sorted(releases)
     for seconds, num_bytes in ordered:

@@ -153,9 +153,9 @@ class BlockReservations:
             self._free_windows(sequence, max(0, first - sequence.windows.first))
 
     def replace_windows(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Free a sequence's sliding window blocks, and give it `blocks` instead.
+        """Replace a sequence's sliding window blocks with `blocks`, and free the old ones.
 
-        `first`: index in the sequence of the first of the new blocks.
+        `first`: the first new block's index in the sequence.
         """
         self._free_windows(sequence, len(sequence.windows.ids))
         sequence.windows.first = first
@@ -225,7 +225,7 @@ class BlockReservations:
         sequence.num_writable = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert the module's invariant, and that the totals are consistent with the sequences."""
+        """Assert that the module's invariant holds, and that the totals match the sequences."""
         present = list(sequences)
         self._cache.check_integrity(sequence.held_blocks for sequence in present)
         for each in present:
@@ -255,10 +255,10 @@ class BlockReservations:
         assert not is_shared, f"{sequence.request_id} would write to a shared block"
 
     def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
-        """Return how many blocks of its own a sequence needs for its expected length.
+        """Return how many unshared blocks a sequence needs for its expected length.
 
-        Shared blocks are not counted: those that the sequence's parent will compute or, if it has
-        no parent, those of its first `num_shared` tokens.
+        If the sequence has a parent, the blocks that the parent computes are shared, and
+        `num_shared` is ignored. Otherwise, the blocks of its first `num_shared` tokens are shared.
         """
         if sequence.fork.parent:
             num_shared = sequence.fork.num_shared_tokens

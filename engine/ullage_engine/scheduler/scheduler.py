@@ -103,7 +103,7 @@ class Scheduler:
         return self._statistics.collect()
 
     def releases(self) -> list[ReleaseState]:
-        """List the expected memory releases, soonest first. The last one includes all others."""
+        """List the expected memory releases, soonest first. See `soonest_releases`."""
         return self._admission.releases()
 
     def check_integrity(self) -> None:
@@ -160,11 +160,11 @@ class Scheduler:
         ]
 
     def fork(self, parent_id: str, child_request: EngineRequest) -> None:
-        """Admit a request that shares the KV of the prefix it has in common with a parent.
+        """Admit a request, and share the KV of the prefix that it has in common with its parent.
 
-        Beam searches branch this way. The child ranks directly behind its parent and is never
+        This is how a beam search branches. The child ranks directly behind its parent and is never
         refused. If memory is short, the child waits like a preempted sequence. The parent is not
-        affected. If a parent is no longer needed, `cancel` it before forking others, so that its
+        affected. If a parent is no longer needed, `cancel` it before the next fork, so that its
         blocks can be reused. If the parent has already finished, the child reuses whatever KV is
         left in the prefix cache.
         """
@@ -290,9 +290,9 @@ class Scheduler:
         return self._with_moves(chunks, done)
 
     def abandon(self) -> None:
-        """Drop the plan in flight, of which there must be exactly one.
+        """Drop the plan in flight without computing its chunks.
 
-        Its block moves have been carried out, but its chunks have not been computed.
+        Call this only while exactly one plan is in flight, and after performing its block moves.
         """
         planned = self._in_flight.pop()
         if self.tiers:
@@ -349,10 +349,11 @@ class Scheduler:
                 num_slots -= 1
 
     def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
-        """Make a plan of these chunks and the pending moves.
+        """Build a plan from these chunks and all pending moves.
 
-        The transfers in `done` are reported to the server once the plan has been computed. If the
-        plan has no chunks, they are reported with a later plan.
+        `done`: transfers of the plan that this one replaces, which have already been performed.
+        They are reported to the server once the new plan has been computed, or with a later plan if
+        the new one has no chunks.
         """
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
         moves = self._swap.drain(chunks)
@@ -440,7 +441,7 @@ class Scheduler:
 
 
 def _logprobs_of(sampled: SampledToken, before: list[SampledToken] | None) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a sampled token and of accepted draft tokens before it."""
+    """List the log-probabilities of the accepted draft tokens, followed by the sampled token's."""
     return [
         TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs)
         for each in [*(before or []), sampled]

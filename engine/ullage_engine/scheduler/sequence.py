@@ -34,13 +34,13 @@ class BlockTable:
 
     @property
     def end(self) -> int:
-        """Return the index in the sequence of the first block after the table."""
+        """Return the block index, within the sequence, just past this table's last block."""
         return self.first + len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvState:
-    """A sequence's convolution state, computed from its tokens `since` to `num_tokens` - 1."""
+    """A sequence's convolution state after its tokens from `since` to `num_tokens` - 1."""
 
     slot: int
     num_tokens: int

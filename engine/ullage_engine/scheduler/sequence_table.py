@@ -12,8 +12,8 @@ _rank_of = operator.attrgetter("rank")
 class SequenceTable:
     """All admitted sequences, by request id. Iteration yields the most important sequence first.
 
-    The table keeps running totals for steps and reports, so that reading them takes constant time
-    however many sequences are waiting.
+    The table keeps running totals that steps and reports read in constant time, regardless of the
+    number of waiting sequences.
     """
 
     def __init__(self) -> None:

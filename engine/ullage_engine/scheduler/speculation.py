@@ -111,7 +111,10 @@ class _Drafts:
         """Length in tokens from which drafting resumes."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
-        """Record a draft's acceptance rate. The sequence now has `num_tokens` tokens."""
+        """Update the acceptance rate after a draft, and pause drafting if the rate is too low.
+
+        `num_tokens`: current length of the sequence in tokens.
+        """
         share = num_accepted / num_draft_tokens
         self.acceptance += _WEIGHT * (share - self.acceptance)
         if self.acceptance < MIN_ACCEPTANCE:
@@ -183,8 +186,8 @@ class Speculation:
                 its tokens.
 
         Returns:
-            The last sampled token of each sequence, which is not appended yet, and the accepted
-            tokens before it by request id, for sequences that have any.
+            The last sampled token of each sequence, which has not been appended yet. Also the
+            accepted tokens before it, keyed by request id, for sequences that have any.
         """
         drawn: dict[str, list[SampledToken]] = {}
         for token in sampled:
@@ -231,14 +234,14 @@ def may_speculate(sequence: Sequence) -> bool:
 
 
 def accepted(sequence: Sequence, chunk: Chunk, drawn: Tokens[SampledToken]) -> list[SampledToken]:
-    """Return the leading sampled tokens that are valid, up to a token that ends the answer.
+    """Return the valid sampled tokens, up to and including the first that ends the answer.
 
     A sampled token is valid if all draft tokens before it were correct.
 
     Args:
         sequence: the sequence that the chunk belongs to.
         chunk: the chunk, which ends with the draft.
-        drawn: the sampled tokens: one to compare with each draft token, and one after the draft.
+        drawn: the sampled tokens, one for each draft token and one that follows the draft.
     """
     tokens: list[SampledToken] = []
     draft = chunk.token_ids[len(chunk.token_ids) - len(drawn) + 1 :]

@@ -133,15 +133,15 @@ class SwapManager:
 
     @property
     def has_arriving(self) -> bool:
-        """Whether any sequence is arriving, that is, its copy has not been handed to a plan yet."""
+        """Whether any sequence's copy to the device was requested, but is in no plan yet."""
         return bool(self._swapping_in)
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Return whether the sequence is arriving: its copy has not been handed to a plan yet."""
+        """Return whether the sequence's copy to the device was requested, but is in no plan yet."""
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
-        """Remove and return the pending moves, to be performed with the plan for these chunks."""
+        """Remove and return the pending moves for the plan that computes these chunks."""
         if not (self._outs or self._swapping_in or self._copies):
             return Moves()
 

@@ -101,7 +101,7 @@ class TierTransfers:
 
     @property
     def has_moves(self) -> bool:
-        """Return whether there are copies to perform or report, even without chunks to compute."""
+        """Return whether a plan without chunks would still have copies to perform or report."""
         return bool(self._exchange.has_granted or self._ins or self._kept != Transfers())
 
     def take_messages(self) -> list[FromKv]:
@@ -137,7 +137,7 @@ class TierTransfers:
         self._exchange.on_granted(slots)
 
     def discard(self, sequence: Sequence | None, path: list[int]) -> None:
-        """Make all tiers discard the KV of texts that begin with the same block as a sequence.
+        """Make all tiers discard the KV of every text that starts with the sequence's first block.
 
         Args:
             sequence: the sequence, or None to discard the KV of all texts.
@@ -216,11 +216,11 @@ class TierTransfers:
         return sequence in self._arriving
 
     def place(self, in_flight: Container[Sequence]) -> None:
-        """Allocate device blocks for stored KV, for sequences whose queries have been answered.
+        """Allocate device blocks for the stored KV of sequences whose queries have been answered.
 
-        A sequence is skipped if it is in `in_flight`, or is still computing the blocks before the
-        stored ones. If the answer says that further blocks are still being loaded, and the sequence
-        has not computed them yet, query the server for those as well.
+        Sequences in `in_flight` are skipped, and so are sequences that are still computing the
+        blocks before the stored ones. If the answer says that further blocks are being loaded, and
+        the sequence has not computed these blocks yet, query the server for them.
         """
         for wait in list(self._waiting.values()):
             query = wait.query
@@ -261,7 +261,7 @@ class TierTransfers:
     # plans ---------------------------------------------------------------------------------------
 
     def drain(self, computed: list[Chunk]) -> tuple[Moves, Transfers]:
-        """Remove and return the pending copies, to be performed with the plan for these chunks.
+        """Remove and return the pending copies for the plan that computes these chunks.
 
         Returns:
             The moves, and the transfers to report to the server once the plan has been computed.
@@ -295,7 +295,7 @@ class TierTransfers:
         return kept
 
     def finish(self, transfers: Transfers) -> None:
-        """Tell the server which copies all ranks have completed."""
+        """Tell the server which copies are complete on all ranks."""
         self._exchange.report(transfers.stored, transfers.read)
 
     def _is_there(self, place: _Place) -> bool:

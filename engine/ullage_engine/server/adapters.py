@@ -162,7 +162,7 @@ class AdapterSet:
 
     @property
     def keys(self) -> dict[str, str]:
-        """The worker's key of each available adapter, by the name that requests use."""
+        """The key that the worker uses for each available adapter, by the adapter's name."""
         return {name: version.key for name, version in self._offered.items()}
 
     @property
@@ -197,7 +197,7 @@ class AdapterSet:
     # configuration -------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Delay readiness until configured adapters are loaded, have failed or take too long."""
+        """Delay readiness until the configured adapters have loaded, failed or taken too long."""
         self._engine_status.set_preparing(bool(self._read()))
 
     async def run(self) -> None:

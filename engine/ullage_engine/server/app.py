@@ -249,9 +249,9 @@ class EngineApp:
             entry.add_tier_hits([TierHit(h.tier, h.num_blocks * size, h.seconds) for h in hits])
 
     async def _end(self, supervising: asyncio.Task[None]) -> None:
-        """Wait for the supervisor to end, and then for the last messages of open requests.
+        """Wait for the supervisor to end, and for open requests to send their last messages.
 
-        Sockets can be closed after that.
+        The sockets may be closed afterwards.
         """
         try:
             await supervising
@@ -354,9 +354,10 @@ class EngineApp:
             await probes.stop(None)
 
     def _admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Check a Generate RPC's ticket, and return the tenant to charge for any RPC.
+        """Check the ticket if this is a Generate RPC, and return the tenant to charge for the RPC.
 
-        The result is None for services that anyone may call, and otherwise "" (tenant unknown).
+        Returns:
+            None for services that anyone may call, otherwise "" (tenant unknown).
 
         Raises:
             ServiceError: a Generate RPC lacks a required ticket.
@@ -438,7 +439,7 @@ class EngineApp:
     async def _follow_health(self) -> None:
         """Update readiness and liveness whenever the engine's status changes.
 
-        The engine is not ready without a worker, and not live if only a new pod can fix it.
+        The engine is not ready without a worker. It is not live if only a new pod can help.
         """
         while True:
             await self._health.set_ready(

@@ -173,12 +173,12 @@ class Dispatcher:
     # across workers ------------------------------------------------------------------------------
 
     def resume(self, worker: WorkerHandle, *, is_short: bool) -> None:
-        """Prepare open requests for the next worker. Fail those suspected of too many deaths.
+        """Prepare open requests for the next worker. Fail those suspected of killing too many.
 
         Args:
             worker: the worker that has exited.
-            is_short: whether the worker exited because other processes had taken its memory.
-                `lone_deaths` is then not increased.
+            is_short: whether the worker exited because other processes had taken its memory. Such
+                an exit does not increase `lone_deaths`.
         """
         self._suspect = None
         sent = [entry for entry in self._journal.unfinished() if entry.submitted]

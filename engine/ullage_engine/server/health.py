@@ -109,7 +109,7 @@ class EngineStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a worker is serving and initial adapters no longer delay readiness."""
+        """Whether a worker is serving and readiness no longer waits for the initial adapters."""
         return self.serving and not self.is_preparing
 
     @property

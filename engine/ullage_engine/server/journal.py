@@ -397,9 +397,9 @@ def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
     """Return the entries that may have killed a worker, oldest first.
 
     A worker admits requests in order, except that it may admit others while it compiles a request's
-    grammar. Of the unadmitted requests without a grammar, it can therefore have seen only the
-    first. Entries that have survived a decode step are considered harmless. If one of them is to
-    blame after all, it will kill the next worker in its first decode step.
+    grammar. Among the unadmitted requests without a grammar, only the first can therefore have
+    killed the worker. Entries that have survived a decode step are considered harmless. If one of
+    them is to blame after all, it will kill the next worker in its first decode step.
     """
     suspects: list[JournalEntry] = []
     next_key = ""
@@ -457,7 +457,7 @@ class Journal:
             end(entry)
 
     async def emptied(self, within_s: float) -> int:
-        """Wait up to `within_s` seconds until no entry is open. Return how many are still open."""
+        """Wait up to `within_s` seconds for all entries to close. Return the number still open."""
         try:
             async with asyncio.timeout(within_s):
                 await self._empty.wait()

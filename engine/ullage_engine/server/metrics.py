@@ -88,7 +88,7 @@ class EngineMetrics:
         self._used_blocks.set(state.kv_held_bytes // self._block_bytes)
 
     def workers_ran_out_of_memory(self, count: int) -> None:
-        """Add `count` workers to the metric for out-of-memory errors that they could not report."""
+        """Add `count` out-of-memory errors that workers could not report before they died."""
         self._worker.count(names.OOM_EVENTS, count)
 
     def watch_tiers(

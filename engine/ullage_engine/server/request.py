@@ -318,7 +318,7 @@ def keep_degraded(job: ValidatedRequest, changes: Sequence[str]) -> ValidatedReq
     """Reapply the lowered limits that the first engine granted the request.
 
     Raises:
-        ServiceError: the list contains an unknown change.
+        ServiceError: `changes` contains an unknown change.
     """
     request = job.request
     sampling = job.request.sampling

@@ -99,7 +99,7 @@ class RestartPolicy:
         return num_failures >= self.max_failures
 
     def busy_after_s(self, longest_step_s: float, num_steps: int) -> float:
-        """Return the CPU seconds in one step after which a worker counts as hung.
+        """Return how much CPU time a step may use, in seconds, before its worker counts as hung.
 
         Args:
             longest_step_s: the worker's longest step, or 0 if unknown, in which case only the
@@ -115,7 +115,7 @@ class RestartPolicy:
     def suspect_after_s(
         self, slowest_step_s: float | None, longest_step_s: float, num_steps: int
     ) -> float:
-        """Return the seconds without CPU use after which a worker that has work counts as hung.
+        """Return how long a worker with work may use no CPU, in seconds, before it counts as hung.
 
         The value is clamp(slow_steps * slowest recent step, min_suspect_s, busy_after_s), or
         busy_after_s before the first step.

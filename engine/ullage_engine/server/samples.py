@@ -91,7 +91,10 @@ class SampleGroup:
 
     @property
     def finish(self) -> Finish:
-        """Return how the request finished, using the highest-precedence reason of its samples."""
+        """Return how the request finished.
+
+        If its samples finished for different reasons, the highest-precedence reason is used.
+        """
         ends = [entry.finish for entry in self._returned if entry.finish]
         if len(ends) == 1:
             return ends[0]

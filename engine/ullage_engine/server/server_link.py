@@ -25,7 +25,7 @@ class EndpointError(Exception):
 def endpoint(run_dir: Path, number: int) -> str:
     """Return the socket path for the worker with this number.
 
-    The workers' ranks use sockets with longer names.
+    The sockets of the worker's ranks use this path with a suffix.
     """
     return f"{run_dir}/{_PREFIX}{number}.ipc"
 

@@ -323,9 +323,8 @@ class WorkerSupervisor:
     def _on_own_failure(self, worker: WorkerHandle, message: ToServer, error: Exception) -> None:
         """Contain a server error that occurred while handling a worker's message.
 
-        If the message concerns one request or profile, fail only that one.
-
-        If the error may have left the worker waiting or out of sync, kill the worker.
+        If the message concerns one request or profile, fail only that one. If the error may have
+        left the worker waiting for an answer or out of sync, kill the worker.
         """
         self._engine_status.fault(_SERVER_FAULT)
         match message:
@@ -427,7 +426,7 @@ class WorkerSupervisor:
     def _compare_fingerprints(self, before: Fingerprint, now: Fingerprint) -> None:
         """Compare the new worker's fingerprint with the previous worker's.
 
-        If they differ, log why and flag in-flight requests as resumed inexactly.
+        If they differ, log why, and flag open requests that already have output as inexact.
         """
         differing = differences({"before": before, "now": now})
         if not differing:

@@ -73,8 +73,8 @@ def worker_env(
         threads: number of compute threads per rank.
         num_ranks: number of ranks in the engine.
         nccl: NCCL settings that override the defaults.
-        owns_cores: whether this engine shares its cores with no other engine. The ranks of one
-            engine always share cores with each other.
+        owns_cores: whether no other engine runs on this engine's cores. The ranks of one engine
+            always share cores with each other.
     """
     own = {**WORKER_ENV, "OMP_NUM_THREADS": str(threads)}
     if num_ranks > 1:

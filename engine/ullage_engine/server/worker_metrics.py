@@ -26,7 +26,7 @@ def families(
 
     Args:
         table: pairs of a metric's name and a function that reads its value from an owner.
-        owners: pairs of label values and the object (owner) to which they belong.
+        owners: pairs of label values and the object (owner) that they describe.
     """
     for name, read in table:
         family = name.family()

@@ -103,7 +103,8 @@ class StandbyWorker:
     def failure(self) -> str:
         """Return why the worker cannot take over, or "" if it can.
 
-        Poll this method, because it also receives the message that the worker's imports are done.
+        Poll this method, because it also reads the message with which the worker reports that its
+        imports are done.
         """
         status = self._process.poll()
         if status is not None:
@@ -238,7 +239,10 @@ class WorkerHandle:
         self._step_at = now
 
     def on_submit(self) -> None:
-        """Record that the worker received a request, so that steps do not include idle time."""
+        """Record that the worker received a request.
+
+        If the worker was idle, its next step is timed from now on.
+        """
         if not self._has_work:
             self._has_work = True
             self._submitted_at = time.monotonic()
@@ -260,7 +264,7 @@ class WorkerHandle:
     def has_served(self, policy: RestartPolicy) -> bool:
         """Return whether the worker has completed a step, or has been ready for long enough.
 
-        The exit of such a worker restarts the count of consecutive failures.
+        When such a worker exits, the count of consecutive failures restarts.
         """
         if self.ready_at is None:
             return False

@@ -18,8 +18,8 @@ class TokenBytes:
     """Looks up the bytes that each token adds to the text. Special tokens add none.
 
     Attributes:
-        problem: error message if tokens cannot be converted to text, because the decoder is neither
-            byte-level nor SentencePiece with byte fallback, otherwise "".
+        problem: error message if tokens cannot be converted to text, otherwise "". Conversion
+            requires a decoder that is byte-level, or SentencePiece with byte fallback.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -64,7 +64,7 @@ class TextPiece(NamedTuple):
 class Detokenizer:
     """Converts one answer's tokens to text as they arrive.
 
-    The returned texts, including the result of `flush`, add up to the decoded text before the first
+    The texts that `push` and `flush` return, joined together, are the decoded text before the first
     stop string. If one character completes two stop strings, the longer one is used. With
     `special_tokens`, the text includes special tokens.
     """
@@ -80,7 +80,7 @@ class Detokenizer:
         self._stops = StopMatcher(stop_strings)
 
     def push(self, token_id: int) -> TextPiece:
-        """Add a token and return the new text. Must not be called after a stop string was found."""
+        """Add a token and return the new text. Do not call this after a stop string was found."""
         return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
 
     def flush(self) -> TextPiece:
@@ -160,7 +160,7 @@ def _speller(decoder: str) -> Callable[[str], bytes]:
 
 
 def _spell_nothing(token: str) -> bytes:
-    """Return no bytes, whatever the token. Used if a tokenizer's decoder is not supported."""
+    """Return b"" for every token, because the tokenizer's decoder is not supported."""
     return b""
 
 

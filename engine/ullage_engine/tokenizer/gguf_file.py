@@ -120,7 +120,10 @@ class _Reader:
         return self._take(int(self._scalar("Q"))).decode("utf-8", "replace")
 
     def _strings(self, count: int) -> list[Value]:
-        """Read an array of strings with few Python calls, since a vocabulary has about 100,000."""
+        """Read an array of strings.
+
+        A vocabulary has about 100,000 strings, so the loop makes few Python calls.
+        """
         data = self._data
         at = self._at
         texts = list[Value]()

@@ -73,7 +73,7 @@ If a vocabulary has all tokens in the set as end tokens, the other token is not 
 
 
 def special_token_ids(metadata: Mapping[str, Value]) -> dict[str, int]:
-    """Return the ids of special tokens, by the tokens' names in chat templates.
+    """Return the ids of special tokens, keyed by the names that chat templates use.
 
     If a file does not define an end-of-sequence token, the first other end token is used instead.
     """

@@ -83,7 +83,7 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
         most: configured maximum.
         room_bytes: memory available for adapters.
         size: bytes per slot.
-        copy_bytes: bytes of that memory that each loaded adapter needs in addition to its slot.
+        copy_bytes: bytes of `room_bytes` that each loaded adapter takes in addition to its slot.
         num_spare: number of slots that must stay empty.
     """
     each = size + copy_bytes
@@ -204,7 +204,7 @@ class Adapters:
     def with_slots(
         self, holders: Iterable[VllmSequence], waiting: Iterable[VllmSequence]
     ) -> Iterator[VllmSequence]:
-        """Yield, in order, those waiting sequences that do not have to wait for an adapter slot."""
+        """Yield the waiting sequences that need not wait for an adapter slot, in the same order."""
         turns = self._turns(holders)
         for each in waiting:
             if turns.slot_for(each.request.adapter) is not None:
@@ -240,7 +240,7 @@ class Adapters:
         """Make an adapter available to requests. Return an error message, or "" on success.
 
         The adapter is loaded immediately if a slot is free. Otherwise its files are only read and
-        checked, so that no request loses its slot to the check.
+        checked, so that the check does not take a slot away from any request.
 
         Args:
             name: name of the adapter.

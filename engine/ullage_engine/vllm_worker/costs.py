@@ -14,7 +14,7 @@ class BlockCosts:
         self._limits = limits
 
     def longest(self, request: EngineRequest, num_samples: int) -> int:
-        """Return the maximum length in tokens of each of a request's `num_samples` samples."""
+        """Return how many tokens long each of a request's `num_samples` samples may become."""
         profile = self._profile
         longest = self._limits.max_model_len
         if not profile.block_bytes:

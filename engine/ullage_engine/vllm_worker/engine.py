@@ -356,8 +356,8 @@ class VllmEngine:
         """Reserve blocks for all new samples, and pass the first sample to vLLM.
 
         Returns:
-            None if all samples were accepted. Otherwise the rejection, because the waiting queue is
-            full or the blocks do not fit. In that case no sample is kept.
+            None if all samples were accepted. The rejection if the waiting queue is full or the
+            blocks do not fit, in which case no sample is kept.
         """
         queue = self._queue
         needed = sum(self._costs.charged_blocks(each) for each in group)
@@ -406,7 +406,7 @@ class VllmEngine:
         )
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield each sequence's expected seconds until it finishes, and the bytes that it frees."""
+        """Yield each sequence's expected time to finish, in seconds, and the bytes it will free."""
         expected = self._output_lengths.estimate
         for each in self._queue.by_id.values():
             num_prompt = 0 if each.has_token else len(each.token_ids)

@@ -1,4 +1,4 @@
-"""Collects everything that affects a vLLM engine's answers bit for bit.
+"""Collects everything that can change even a single bit of a vLLM engine's answers.
 
 This module does not import vLLM.
 """
@@ -34,7 +34,7 @@ class Backend:
 def engine_facts(
     config: EngineConfig, files: ModelFiles, weights: str, backend: Backend
 ) -> dict[str, str]:
-    """Return everything that determines KV and answers bit for bit, apart from LoRA adapters.
+    """Return everything that determines the exact bits of KV and answers, except LoRA adapters.
 
     Args:
         config: the engine's configuration.

@@ -281,7 +281,7 @@ def _try_send(connection: NodeConnection, message: Start | Refused) -> None:
 
 
 def end_worker(rank: int) -> NoReturn:
-    """Exit along with all ranks on this node, because the follower with this rank is lost."""
+    """Exit with all ranks on this node, because the connection to follower `rank` is lost."""
     log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
     # Exit at once: another thread of vLLM may be waiting for the lost rank. The server restarts the
     # worker.

@@ -103,8 +103,8 @@ class Blocks(Protocol):
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
         """Return the number of blocks that would become free if all these prefixes were released.
 
-        A sliding-window block is divided equally among its holders. If requests also hold it, only
-        the prefixes' fraction counts.
+        A sliding-window block is divided equally among its holders. If requests hold the block too,
+        only the fraction held by the prefixes counts.
         """
 
     def release(self, prefix: Prefix) -> None:
@@ -149,7 +149,7 @@ class Core(Protocol):
         The request's grammar must already be compiled, and its adapter loaded.
 
         Raises:
-            InvalidRequestError: vLLM rejects the parameters and keeps nothing of the request.
+            InvalidRequestError: vLLM rejects the parameters, and keeps no state for the request.
         """
 
     def abort(self, request_id: str) -> None:

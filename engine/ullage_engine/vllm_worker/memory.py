@@ -200,11 +200,11 @@ class StartMemory:
         return [min(bound, bound if self.is_cpu else size) for size in vllm_bytes]
 
     def _contexts(self, free_first: list[int]) -> list[int]:
-        """Return how many bytes each rank's device context, libraries and transfer buffers take.
+        """Estimate the bytes taken by each rank's device context, libraries and transfer buffers.
 
-        The number is estimated from the decrease in free memory while the rank started. The free
-        memory before that is known only for this node's GPUs. Other nodes' GPUs are assumed to have
-        had as much as this node's corresponding GPUs.
+        The estimate is the decrease in free memory while the rank started. The free memory before
+        the start is known only for this node's GPUs. The GPUs of other nodes are assumed to have
+        had as much free memory as the corresponding GPUs of this node.
         """
         before = [gpu.free_bytes for gpu in self._gpus] * self._num_nodes
         return [

@@ -82,7 +82,7 @@ class Probe:
     """Whether vLLM uses speculative decoding, in which case it accepts no logit biases."""
 
     def requests(self, run: int) -> list[EngineRequest]:
-        """Return the probe's two requests, or one for embeddings or speculative decoding.
+        """Return the probe's requests: one for embeddings or speculative decoding, otherwise two.
 
         The second request starts after the first token of the first request.
 
@@ -97,7 +97,7 @@ class Probe:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of log-probabilities per output token, not counting that of the token itself."""
+        """Number of log-probabilities per output token, in addition to the token's own."""
         return 0 if self.is_embedding else min(_TOP, self.vocab_size)
 
     @property
@@ -162,17 +162,17 @@ def proof_file(
 ) -> ProofFile:
     """Return the file that stores the verified results (proofs) of all ranks.
 
-    The proofs are valid only for the same weights, facts, probe, arguments and code. Arguments that
-    do not affect results may differ.
+    The proofs are valid only for the same weights, facts, probe, arguments and code. Arguments in
+    `_NO_PART` may differ, because they do not affect results.
 
     Args:
         folder: folder that contains all proofs.
         weights: digest of the weight files.
         facts: the facts that make up the engine's fingerprint.
         probe: size of the probe.
-        arguments: arguments of `vllm.EngineArgs`. Any of them may affect which modules exist, and
-            how their tensors are named and laid out in memory. With adapters, for example, vLLM
-            wraps the modules of the base model, whose answers do not change.
+        arguments: arguments of `vllm.EngineArgs`. Any of the others may affect which modules exist,
+            and how their tensors are named and laid out in memory. For example, vLLM wraps the base
+            model's modules if adapters are enabled, but the base model's answers do not change.
     """
     used = {name: value for name, value in arguments.items() if name not in _NO_PART}
     own = {
@@ -197,9 +197,9 @@ def take_proofs(
         core: the engine.
         probe: the probe.
         outputs: outputs of the probe's first run.
-        tolerance: maximum difference between two values that is accepted.
-        verifies: whether to compute everything twice and compare, because there is no verified
-            startup yet.
+        tolerance: maximum accepted difference between two values.
+        verifies: whether to compute everything twice and compare the results. This is needed if no
+            startup has been verified yet.
 
     Raises:
         ProofError: the two computations differ.
@@ -227,7 +227,7 @@ def _proofs(tensors: Sequence[dict[str, str]], outputs: Iterable[CoreOutput]) ->
 
 
 def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
-    """Return a row of log-probabilities for each token, or of values for each embedding."""
+    """Return one row of log-probabilities per token, or one row of values per embedding."""
     rows: list[list[float]] = []
     for output in outputs:
         if output.embedding:
@@ -241,8 +241,8 @@ def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
 def digest_model(model: torch.nn.Module, *, with_weights: bool) -> dict[str, str]:
     """Return digests of a model's rotary tables, and of its weights if `with_weights`.
 
-    Only weights that are still parameters are covered. Libraries may have repacked the others into
-    their own memory.
+    Weights that are no longer parameters are not covered, because libraries may have repacked them
+    into their own memory.
     """
     tensors = {name: each for name, each in model.named_buffers() if _is_table(name, each)}
     if with_weights:

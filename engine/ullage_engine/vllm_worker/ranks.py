@@ -31,7 +31,7 @@ class WorkerExtension:
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Make this rank's process exit when the process that started it exits.
 
-        Without this, vLLM's ranks notice only between two steps that the parent process has exited.
+        Without this, vLLM's ranks would check only between steps whether the parent has exited.
         """
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid is not None:
@@ -64,7 +64,7 @@ class WorkerExtension:
     def ullage_warm_up(self) -> float:
         """Run the largest possible step, so that libraries and activations allocate their memory.
 
-        On CPUs, vLLM skips this step if the size of the KV pool is specified.
+        On CPUs, vLLM skips this warm-up if the size of the KV pool is specified.
 
         Returns:
             CPU time of the step in seconds.
@@ -86,7 +86,11 @@ class WorkerExtension:
         return int(self.init_snapshot.free_memory)  # type: ignore[attr-defined]
 
     def ullage_blank_slots(self) -> int:
-        """Zero this rank's empty adapter slots, to make them resident. Return their total bytes."""
+        """Zero this rank's empty adapter slots to make them resident.
+
+        Returns:
+            The total size of these slots in bytes.
+        """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         num_bytes = {}  # by address, since tensors may share storage
         for module in runner.get_model().modules():

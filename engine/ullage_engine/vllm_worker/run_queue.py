@@ -68,8 +68,9 @@ class RunQueue:
     def num_spared(self) -> int:
         """Number of blocks that new requests must leave unreserved.
 
-        These are the withheld blocks, and the blocks that waiting sequences need. Sequences that
-        must also wait for an adapter slot do not count.
+        These are the blocks that waiting sequences need, and the blocks withheld because other
+        processes have taken the memory. Sequences that must also wait for an adapter slot do not
+        count.
         """
         return self.num_spared_for(self._adapters.with_slots(self.by_id.values(), self.deferred))
 
@@ -251,7 +252,10 @@ class RunQueue:
         self._extend_reservations()
 
     def _shrink_reservations(self) -> None:
-        """Shrink reservations to what decoding needs, once sliding windows are past the prompts."""
+        """Shrink the reservations of sequences whose sliding windows have moved past the prompt.
+
+        A shrunk reservation has as many blocks as decoding needs.
+        """
         for request_id, sequence in list(self._shrinking.items()):
             num_blocks = self._costs.charged_blocks(sequence)
             if self._reservations.shrink(request_id, num_blocks):

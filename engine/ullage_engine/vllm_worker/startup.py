@@ -143,7 +143,7 @@ class StartedVllm:
         log.info("worker serves %s with vLLM %s", self.name, vllm_core.VERSION, extra=facts)
 
     def on_failed_step(self, error: Exception) -> None:
-        """Record why this worker exits, for the next worker.
+        """Record for the next worker why this worker is exiting.
 
         Raises:
             MemoryShortError: memory ran out while other processes held part of the device's memory.
@@ -277,7 +277,7 @@ def _prove(
 
 
 def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
-    """Return how much memory this worker took, from which the next worker's limits are derived."""
+    """Return how much memory this worker took. The next worker's limits are derived from it."""
     longest = core.max_model_len + core.lookahead_tokens
     # The pool never hands out one of its blocks.
     num_blocks = sample_blocks(profile, longest) + 1 if profile.block_bytes else 0
@@ -437,7 +437,7 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
 
 
 def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict[str, str]:
-    """Return everything that determines answers bit for bit, apart from LoRA adapters.
+    """Return all facts that determine the exact bits of answers, except for LoRA adapters.
 
     Args:
         core: vLLM's engine.
@@ -459,7 +459,7 @@ def _kv_space(
 ) -> bytes:
     """Return the namespace of the engine's KV in tiers outside the device.
 
-    The namespace covers everything besides a block's tokens that determines the block's bytes.
+    The namespace covers everything, except tokens, that determines a block's bytes.
 
     Returns:
         The namespace, or empty bytes if no KV is kept outside the device.

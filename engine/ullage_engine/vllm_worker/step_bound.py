@@ -1,4 +1,4 @@
-"""Upper bound on the duration of a vLLM step, from which the server detects hangs."""
+"""Upper bound on the duration of a vLLM step, which the server uses to detect hangs."""
 
 _ATTENTION_COST = 4.0
 """Duration of attention, relative to matmuls with the same number of operations.
@@ -16,11 +16,11 @@ def longest_step_s(
 ) -> float:
     """Return an upper bound on a step's duration in seconds.
 
-    The warm-up computes the maximum number of tokens per step, but not their attention. The cost of
-    attention grows with the context. It equals the cost of the query and output projections when
-    the context has as many tokens as the hidden state has elements. Decodes read the KV pool once.
-    The bound is deliberately loose: a healthy step that took several times as long as the bound
-    would be mistaken for a hang.
+    The warm-up computes a step with the maximum number of tokens, but without their attention. The
+    cost of attention grows with the context length. It equals the cost of the query and output
+    projections when the context length in tokens equals the hidden size. Decodes are assumed to
+    read the KV pool once. The bound is deliberately loose: a healthy step that took several times
+    as long as the bound would be mistaken for a hang.
 
     Args:
         warm_up_s: CPU seconds that each thread spends on a stage's largest step. If 0 (not

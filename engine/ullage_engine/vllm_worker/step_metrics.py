@@ -67,7 +67,7 @@ class StepMetrics:
             self.events.note_step(seconds, num_parts, num_decodes + num_prompts, num_prompts)
 
     def observe_prefix(self, sequence: VllmSequence, num_cached_tokens: int) -> int:
-        """Count a prompt's tokens and how many of them were cached, and return the latter.
+        """Count a prompt's tokens and its cached tokens, and return the number of cached ones.
 
         Each sequence is counted only once.
         """

@@ -35,7 +35,7 @@ class TiersRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies between KV blocks and host-tier slots that every rank makes in one step."""
+    """One step's copies between KV blocks and host-tier slots. Every rank makes these copies."""
 
     number: int
     """Id that the ranks report once the copies are done, or 0 if there are no copies."""
@@ -223,7 +223,10 @@ class ConnectorTransfers:
                 self._offered_content[block] = content
 
     def plan(self) -> Copies:
-        """Return the copies to make in the step that vLLM is planning, each only once."""
+        """Return the copies to make in the step that vLLM is planning.
+
+        Each copy is returned only once.
+        """
         stored = self._exchange.take_granted(
             lambda place: self._content_of(place.block) == place.content
         )
@@ -262,7 +265,7 @@ class ConnectorTransfers:
             state.query = None
 
     def _keys(self, state: _Request, token_ids: Sequence[int], end: int) -> list[bytes]:
-        """Return the keys of at least the request's first `end` blocks."""
+        """Return the keys of the request's first `end` blocks, and any further known keys."""
         if len(state.keys) < end:
             size = self._block_tokens
             salt = state.request.cache_salt

@@ -129,7 +129,7 @@ def free_of(gpu: Gpu) -> int:
 
 
 def names_of(sizes: Mapping[int, int]) -> str:
-    """Describe processes and their memory usage in a phrase for messages, largest first."""
+    """List processes and their memory usage as text for messages, largest first."""
     largest = sorted(sizes.items(), key=lambda entry: entry[1], reverse=True)
     listed = [f"process {pid} with {mib(size)}" for pid, size in largest]
     return ", ".join(listed) or "other processes"
@@ -280,7 +280,7 @@ class MemoryMeter:
         return torch.cuda.memory_reserved(self._device)
 
     def others(self) -> str:
-        """Describe the device's other processes and their memory usage in a phrase for messages."""
+        """List the device's other processes and their memory usage as text for messages."""
         if self._driver is None or self._pid is None:
             return names_of({})
         listed = self._driver.gpu.process_bytes()
@@ -304,10 +304,10 @@ class MemoryMeter:
         return self._driver.gpu.process_bytes().get(self._pid)
 
     def _is_shown_by(self, driver: GpuAtStart) -> bool:
-        """Return whether CUDA uses the GPU that the driver reports on. Log a warning if not.
+        """Return whether CUDA and the driver refer to the same GPU. Log a warning if not.
 
-        On a machine with different GPU models, the two may differ, because CUDA orders GPUs by
-        speed and the driver orders them by PCI bus.
+        On a machine with different GPU models, they may not, because CUDA orders GPUs by speed
+        and the driver orders them by PCI bus.
         """
         used = str(torch.cuda.get_device_properties(self._device).uuid).removeprefix("GPU-")
         shown = driver.gpu.uuid
@@ -409,7 +409,7 @@ def enforce_ledger(ledger: Ledger, device: torch.device, meter: MemoryMeter) -> 
 
 
 class Workspace:
-    """The memory that torch's allocator keeps for temporary tensors of steps.
+    """The memory that torch's allocator keeps for a step's temporary tensors.
 
     Before the allocator raises an out-of-memory error, it frees all of this memory, which other
     processes may then take. The workspace must therefore be reallocated immediately afterwards.

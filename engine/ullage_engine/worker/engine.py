@@ -89,7 +89,7 @@ takes over."""
 
 
 class Runner(Protocol):
-    """What the engine needs in order to execute step plans, on one device or on several ranks."""
+    """The interface by which the engine executes step plans, on one device or on several ranks."""
 
     def move(self, moves: Moves) -> None:
         """Copy whole KV blocks: all of `swap_out`, then all of `swap_in`, then all of `copy`.
@@ -134,11 +134,11 @@ class _Timed(NamedTuple):
 class EngineCore:
     """Schedules, executes and commits steps, one after another.
 
-    A step that runs out of memory is retried with half the prompt tokens, and after that also
-    without the newest sequence. A request fails only if its sequence does not fit even when running
-    alone. However, if other processes have taken memory from this process's workspace, no request
-    is to blame. In that case, all requests wait, and if the shortage persists, a new worker resumes
-    them.
+    A step that runs out of memory is retried with half the prompt tokens. Each further retry halves
+    them again and also leaves out the newest sequence. A request fails only if its sequence does
+    not fit even when running alone. However, if other processes have taken memory from this
+    process's workspace, no request is to blame. In that case, all requests wait, and if the
+    shortage persists, a new worker resumes them.
 
     A step that fails for any other reason is retried one chunk at a time. A request fails only if
     its own chunk fails again, or if its logits are NaN or infinite.
@@ -393,7 +393,7 @@ class EngineCore:
         """Record the duration of a step.
 
         Args:
-            seconds: time from the submission of the first plan until its result.
+            seconds: time from submitting the first plan to receiving its result.
             plans: plans that were in flight during that time, of which only the first has finished.
         """
         if chunks := plans[0].chunks:
@@ -410,8 +410,8 @@ class EngineCore:
         """Retry each chunk of a failed plan by itself, and fail requests whose chunks fail again.
 
         Raises:
-            Exception: `cause`, if every chunk fails, which means that no single request is to
-                blame, or if a chunk runs out of memory or the device is lost.
+            Exception: `cause`, if every chunk fails, a chunk runs out of memory, or the device is
+                lost. If every chunk fails, no single request is to blame.
         """
         sampled: list[SampledToken] = []
         failed: list[tuple[Chunk, str]] = []
@@ -431,13 +431,13 @@ class EngineCore:
         return sampled
 
     def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Filter out invalid tokens, and fail the requests that did not get a valid one.
+        """Filter out invalid tokens, and fail the requests whose tokens are invalid.
 
         Call this before the step is committed.
 
         If a request has NaN or infinite logits, its KV may be damaged as well, so its cached blocks
-        are evicted. If this happens again soon, all cached blocks are evicted. The same is done for
-        requests that were cancelled in the meantime, except that they do not get an error.
+        are evicted. If this happens again soon, all cached blocks are evicted. Requests that
+        have been cancelled in the meantime are treated the same, but do not get an error.
         """
         sampled = self._with_allowed_token(sampled)
         damaged = dict.fromkeys(each.request_id for each in sampled if each.token_id == NO_TOKEN)
@@ -488,7 +488,7 @@ class EngineCore:
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
     def _drop_newest(self, reason: str) -> None:
-        """Preempt the newest sequence, or if no other one is running, fail its request instead."""
+        """Preempt the newest sequence. If no other one is running, fail its request instead."""
         if self.scheduler.stats().num_running > 1:
             self.scheduler.preempt_newest()
             return
@@ -568,7 +568,7 @@ class PipelinedEngine(EngineCore):
         return bool(self._in_flight) or super().has_work
 
     def step(self) -> list[TokenOutput]:
-        """Submit plans up to the maximum in flight, then collect and commit the oldest one."""
+        """Submit plans up to the in-flight limit, then collect and commit the oldest one."""
         # A step with an injected fault is computed alone, so that it can be computed again.
         if self._faults and not self._in_flight:
             return super().step()

@@ -1,4 +1,4 @@
-"""Fingerprints of the processor and the software, which determine the exact bits of answers."""
+"""Fingerprints of the processor and the software, on which the exact bits of answers depend."""
 
 import hashlib
 import json

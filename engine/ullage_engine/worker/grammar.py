@@ -87,8 +87,8 @@ class Grammars:
 
         For the first grammar, the thread calls `load`, which returns the vocabulary or raises
         GrammarError if the model does not support grammars. If `load` fails for any other reason,
-        the requests with that grammar fail. Only running out of memory does not fail them, because
-        no request is to blame for it.
+        the requests with that grammar fail. Running out of memory is an exception, because no
+        request is to blame for it.
         """
         self._load = load
         self._vocabulary: LLTokenizer | None = None
@@ -103,7 +103,7 @@ class Grammars:
         self._open: dict[str, _Progress] = {}
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """Start compiling a grammar, unless it has been or is being compiled already.
+        """Start compiling a grammar, unless it is already compiled or being compiled.
 
         Returns:
             A future that may raise GrammarError, or MemoryError if the host has too little memory.
@@ -129,8 +129,8 @@ class Grammars:
         """Add grammar masks to a step's plan.
 
         Returns:
-            The plan with masks, without the chunks whose grammars failed, and the reasons for these
-            failures by request id.
+            The plan with masks but without the chunks whose grammars failed, and the reason for
+            each failure by request id.
         """
         if not self._open:
             return plan, {}

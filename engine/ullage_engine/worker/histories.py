@@ -84,7 +84,9 @@ class ReceivedHistories:
         self._recent.begin_plan()
 
     def complete(self, chunk: Chunk) -> Chunk:
-        """Return a copy of a chunk with its whole history, as the same list object in every step.
+        """Return a copy of a chunk with its whole history.
+
+        The history is the same list object in every step.
 
         Raises:
             RuntimeError: earlier tokens of the history have not been received.

@@ -154,7 +154,7 @@ class Link:
 
 
 class KvTransfers(Protocol):
-    """What the loop needs from transfers of KV to and from tiers outside the device.
+    """The loop's interface for transferring KV to and from tiers outside the device.
 
     The native engine and the vLLM engine have different implementations.
     """
@@ -170,7 +170,7 @@ class KvTransfers(Protocol):
 
 
 class LoraAdapters(Protocol):
-    """What the loop needs to add and remove LoRA adapters while serving."""
+    """The loop's interface for adding and removing LoRA adapters while serving."""
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
         """Load an adapter. Return an error message, or an empty string on success.
@@ -186,7 +186,7 @@ class LoraAdapters(Protocol):
 
 
 class WorkerEngine(Protocol):
-    """What the loop needs from the engine that executes requests, native or vLLM."""
+    """The loop's interface to the engine that executes requests, native or vLLM."""
 
     @property
     def tiers(self) -> KvTransfers | None:
@@ -210,7 +210,7 @@ class WorkerEngine(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps so far in which anything was computed."""
+        """Number of steps so far, not counting steps that computed nothing."""
 
     def is_compiled(self, request: EngineRequest) -> bool:
         """Return whether a request's grammar is compiled. If not, start compiling it."""
@@ -241,7 +241,7 @@ class WorkerEngine(Protocol):
 
 
 class StartedEngine(Protocol):
-    """What the loop needs from a worker whose startup is complete, native or vLLM."""
+    """The loop's interface to a worker whose startup is complete, native or vLLM."""
 
     @property
     def engine(self) -> WorkerEngine:
@@ -412,7 +412,7 @@ class Worker:
             pass
 
     def _drain(self, timeout_s: float) -> int:
-        """Receive messages until none are pending or `DRAIN_S` have passed since the first one.
+        """Receive messages until none are pending, for at most `DRAIN_S` seconds after the first.
 
         Args:
             timeout_s: seconds to wait for the first message.
@@ -538,7 +538,11 @@ def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:
 
 
 def _left(message: Submit, cancelled: str) -> list[Submit]:
-    """Remove a cancelled request from a message. Return an empty list if no request remains."""
+    """Remove a cancelled request from a message.
+
+    Returns:
+        A list with the remaining message, or an empty list if no request remains.
+    """
     requests = [request for request in message.requests if request.request_id != cancelled]
     return [msgspec.structs.replace(message, requests=requests)] if requests else []
 

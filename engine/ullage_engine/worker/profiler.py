@@ -122,7 +122,7 @@ class _Batches:
 
 
 class Profile:
-    """One profile of a worker, from the start of recording to the written file."""
+    """One profile of a worker, from the start of the recording until the file is written."""
 
     def __init__(self, start: StartProfile, events: RequestEvents, num_steps: int) -> None:
         """Start recording.

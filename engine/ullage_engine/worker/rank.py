@@ -138,14 +138,14 @@ def chunk_tokens(token_s: float, most: int) -> int:
 def measured_cost(
     token_s: float, context_s: float, tokens: int, deadline_s: float, *, is_free: bool
 ) -> PromptCost:
-    """Return what prompt tokens cost at each position, and the maximum total cost per step.
+    """Return the cost of prompt tokens by position, and the maximum total cost per step.
 
     Args:
         token_s: seconds per token at the beginning of a prompt.
         context_s: additional seconds for each context token that a token attends to.
         tokens: number of prompt tokens in a step at the beginning of a prompt.
         deadline_s: seconds after which a worker that has not finished its step is considered hung.
-        is_free: whether the chunk size may be chosen freely. If so, steps deep in a prompt compute
+        is_free: whether the chunk size may be chosen freely. If so, steps late in a prompt compute
             fewer tokens, so that they do not delay decodes longer than steps at the beginning do.
             If not, only the deadline limits the number of tokens.
     """
@@ -160,7 +160,7 @@ def measured_cost(
 
 
 class RankStartup:
-    """Takes one rank from its configuration to a runner that is ready for steps.
+    """Starts one rank in several phases, until its runner is ready to compute steps.
 
     Call each phase once, in this order: `load`, `allocate_arenas`, `warm_up`, `allocate_kv`,
     `finalize`.
@@ -230,7 +230,7 @@ class RankStartup:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner of the model on this rank's device."""
+        """The runner that executes the model on this rank's device."""
         assert self._runner is not None, "allocate_arenas comes first"
         return self._runner
 
@@ -285,7 +285,7 @@ class RankStartup:
 
     @cached_property
     def step_limits(self) -> StepLimits:
-        """Limits of a step, which determine the size of every buffer of the runner."""
+        """A step's limits, which determine the sizes of all the runner's buffers."""
         limits = self.limits
         model = self.config.model
         return StepLimits(
@@ -303,8 +303,8 @@ class RankStartup:
     def window_tokens(self) -> int:
         """Sliding window length in tokens, if sliding window layers have separate KV blocks.
 
-        It is 0, and no layer has separate blocks, if no sequence can be longer than a window and a
-        prompt chunk together.
+        If no sequence can be longer than the window plus one prompt chunk, the value is 0 and no
+        layer has separate blocks.
         """
         window = self.model_config.window
         return window if window + self.limits.prompt_tokens < self.max_model_len else 0
@@ -324,7 +324,7 @@ class RankStartup:
 
     @cached_property
     def kv_type(self) -> torch.dtype:
-        """Data type of stored keys and values, unless they are stored as float8."""
+        """Data type in which keys and values are stored if they are not stored as float8."""
         if self.config.model.dtype != "auto":
             return self.dtype
         return auto_kv_type(self.library_refusal, self.dtype)
@@ -457,12 +457,12 @@ class RankStartup:
         """Run the largest steps on the KV pool, compute the proof, and finalize the ledger.
 
         The pool may occupy memory that `warm_up` used for temporary tensors. Running the steps
-        again allocates that memory anew now instead of during the first requests. The proof lets
-        later starts check that they compute the same results.
+        again allocates new memory for them now rather than during the first requests. The proof
+        lets later starts check that they compute the same results.
 
         Args:
-            verifies: whether to compute the proof twice and compare, because no start has been
-                verified yet.
+            verifies: whether to compute the proof twice and compare the two. This is necessary if
+                no start has been verified yet.
 
         Raises:
             ProofError: the second computation differs from the first.
@@ -541,7 +541,7 @@ class RankStartup:
         return max(0.0, deep - first) / (tokens * context)
 
     def close(self) -> None:
-        """Close the connections for transfers to other ranks."""
+        """Close the transfer connections to the other ranks."""
         if self._group is not None:
             self._group.close()
 
@@ -696,9 +696,9 @@ class RankStartup:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Fingerprint of everything that can change the bits of answers.
+        """Fingerprint of everything that can affect the exact bits of answers.
 
-        A restart does not change it.
+        It stays the same across restarts.
         """
         assert self._loaded is not None, "load comes first"
         layout = self.layout
@@ -736,7 +736,7 @@ class RankStartup:
 
     @property
     def kv_space(self) -> bytes:
-        """Namespace of this group's KV outside the device, or empty if no KV is stored outside.
+        """Namespace of the KV that this group stores outside the device, or empty if there is none.
 
         It is empty if there is no host tier or no prefix cache, or if not even one block fits in
         the host tier.
@@ -768,10 +768,10 @@ class RankStartup:
 
     @cached_property
     def proof_file(self) -> ProofFile:
-        """The file with all ranks' proofs, to which later starts compare their results.
+        """The file with all ranks' proofs, with which later starts compare their results.
 
         It is available once the KV pool is allocated. Its name depends on everything that may
-        change the bits of a proof, so that each combination has its own file.
+        affect the bits of a proof, so that each combination has its own file.
         """
         layout = self.layout
         # The library adds in the same order with every instruction set. A proof still holds only
@@ -844,7 +844,7 @@ class RankStartup:
 def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_blocks: int) -> int:
     """Return how many KV blocks fit on a device.
 
-    Raises if they cannot hold the largest prompt chunk.
+    Together, the blocks must be able to hold the largest prompt chunk.
 
     Args:
         ledger: the ledger of the device.
@@ -872,7 +872,7 @@ def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_bl
 
 
 def read_layout(config: EngineConfig) -> RankLayout:
-    """Read the numbers of tensor and pipeline parallel ranks from the configuration.
+    """Read the tensor and pipeline parallel sizes from the configuration.
 
     Raises:
         WorkerStartError: the configuration is inconsistent, or incompatible with deterministic

@@ -124,7 +124,7 @@ class Stop(GroupMessage, frozen=True):
 
 
 class Done(GroupMessage, frozen=True, kw_only=True):
-    """Answer that the rank has executed the command."""
+    """Answer from a rank that has executed the command."""
 
     weights_key: str = ""
     """Key of the prepared weights. Only set in the first answer, which ends loading."""
@@ -139,7 +139,7 @@ class Done(GroupMessage, frozen=True, kw_only=True):
 
 
 class Failed(GroupMessage, frozen=True):
-    """Answer that the rank cannot serve, and why."""
+    """Answer from a rank that cannot serve, with the reason."""
 
     error: str
     """One-line error message that names the configuration field or the file."""
@@ -254,9 +254,12 @@ class RankProcesses:
         return [answer for answer in answers.values() if isinstance(answer, Done)]
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
-        """Wait for ranks to report errors, and return them as one, or None if none is reported.
+        """Wait for ranks to report errors, and combine the errors into one.
 
         Other answers are discarded.
+
+        Returns:
+            The combined error, or None if no rank reported an error.
         """
         deadline = time.monotonic() + timeout_s
         failed = dict[int, Failed]()

@@ -161,9 +161,8 @@ def own_share(
 ) -> tl.tensor:
     """Return the range (begin, end) of positions that one split of a context covers.
 
-    The context consists of the positions from `base` to `length`.
-
-    Each split begins a multiple of SPAN positions after `base`.
+    The context consists of positions `base` to `length` - 1. Each split begins at a multiple of
+    SPAN positions after `base`.
     """
     share = tl.cdiv(tl.cdiv(length - base, SPAN), splits) * SPAN
     begin = base + split * share

@@ -57,7 +57,11 @@ def convolve_row(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    """Compute a block of one row's channels. Programs past the last row write state columns."""
+    """Compute a block of channels for one row, or for one column of an updated state.
+
+    Along the grid's first axis, the first `tokens` programs compute the rows of the output. The
+    programs after them write the columns of the states.
+    """
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
@@ -82,7 +86,7 @@ def convolve_row(
 
 
 class FusedConvolution:
-    """Computes the convolutions of one step, whose indices are copied to the device once."""
+    """Computes the convolutions of one step. The indices are copied to the device only once."""
 
     def __init__(
         self, plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor

@@ -1,4 +1,4 @@
-"""Triton matmuls with quantised weights, for a single matrix or for the expert of each row.
+"""Triton matmuls with quantised weights, for a single matrix or for one matrix per expert.
 
 Weights are decoded as they are read:
 
@@ -186,7 +186,8 @@ def group_of(
 ) -> int:
     """Return how many weights of a column share a scale.
 
-    0 means that each column has no scale, or has a single scale that the kernel applies at the end.
+    Return 0 if the weights have no scales, or if each column has a single scale that the kernel
+    applies at the end.
 
     Raises:
         ValueError: the kernels cannot multiply weights with these scales.
@@ -338,7 +339,7 @@ def find_tile(
 ) -> tl.tensor:
     """Return a tile's expert, the tile's first row and the end of the expert's rows.
 
-    If the tile does not exist, the expert is EXPERTS, which is no valid expert.
+    If the tile does not exist, the expert is EXPERTS, which is not a valid expert.
     """
     experts = tl.arange(0, PADDED)
     end = tl.load(ends + experts, mask=experts < EXPERTS, other=0)
@@ -419,8 +420,8 @@ def grouped_matmul(
 
     Args:
         x: [rows, depth], sorted by expert.
-        ends: int32 [experts], the row after each expert's last. Rows after the last expert are not
-            written.
+        ends: int32 [experts], the row after each expert's last row. Rows after the last expert's
+            rows are not written.
         packed: [experts, columns, ...].
         scales: [experts, columns, groups].
         zeros: [experts, columns, groups].
@@ -450,7 +451,7 @@ def picked_matmul(
     them rarely share an expert.
 
     Args:
-        x: [rows, depth], or one row per token, which consecutive rows of `out` share.
+        x: [rows, depth], or one row per token if the rows of a token are consecutive in `out`.
         chosen: expert of each row of `out`, [rows].
         packed: weights as in `grouped_matmul`.
         scales: as in `grouped_matmul`.
@@ -524,9 +525,9 @@ class TritonExperts:
 
         Args:
             x: [pairs and padding, in], sorted by expert.
-            ends: int32 [experts], the row after each expert's last.
+            ends: int32 [experts], the row after each expert's last row.
             pairs: number of rows without padding.
-            out: [pairs and padding, out]; padding rows are not written.
+            out: [pairs and padding, out]. Padding rows are not written.
         """
         grouped_matmul(x[:pairs], ends, *self._weights, out[:pairs], self._format)
 

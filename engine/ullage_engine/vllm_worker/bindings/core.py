@@ -342,7 +342,7 @@ class VllmCore:
 
     @property
     def max_in_flight_tokens(self) -> int:
-        """Maximum number of tokens in the KV pool that belong to steps in flight."""
+        """Maximum number of tokens that all steps in flight can occupy in the KV pool."""
         return int(self._config.max_in_flight_tokens) + self.lookahead_tokens
 
     @property
@@ -426,7 +426,7 @@ class VllmCore:
     # tiers ---------------------------------------------------------------------------------------
 
     def tier_format(self) -> tuple[int, list[str]]:
-        """Return how many bytes per block all ranks together copy to tiers, and their layout.
+        """Return the bytes per block that all ranks together copy to tiers, and the KV layout.
 
         Raises:
             TiersRefusedError: blocks cannot be copied to tiers.
@@ -637,8 +637,8 @@ class VllmCore:
             The outputs, ordered by request and token.
 
         Raises:
-            WorkerStartError: a step failed, but not for lack of memory. Out-of-memory errors are
-                raised unchanged, because a restart may succeed.
+            WorkerStartError: a step failed for a reason other than lack of memory. Out-of-memory
+                errors are raised unchanged, because a restart may succeed.
             RuntimeError: a rank's process has exited.
         """
         self._num_probes += 1
@@ -674,7 +674,7 @@ class VllmCore:
             model.max_logprobs = most
 
     def _run_in_turns(self, requests: Sequence[EngineRequest]) -> dict[str, list[CoreOutput]]:
-        """Run requests to completion, and return the outputs of each by request id.
+        """Run requests to completion, and return each request's outputs, keyed by request id.
 
         Each request starts after the previous request's first token.
         """
