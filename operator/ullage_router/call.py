@@ -1,4 +1,4 @@
-"""Defines `Call`, the request that pipeline stages pass along, and the streams of its answer."""
+"""Defines `Call`, the request that passes through the pipeline, and the streams of its answer."""
 
 import asyncio
 import contextlib
@@ -32,8 +32,8 @@ class PausableDeadline:
         first_token_at: deadline for the first token, on the same clock.
         token_timeout_s: maximum seconds until the first token, and between two tokens.
 
-    held_s
-        total seconds for which the deadlines have been paused so far
+    Attributes:
+        held_s: total seconds for which the deadlines have been paused so far.
     """
 
     def __init__(self, at: float, first_token_at: float, token_timeout_s: float) -> None:
@@ -113,8 +113,8 @@ class DecisionLog:
     A `Call` is immutable, so the pipeline stages update its decision here. A copy of a call that
     runs independently, for example in a cascade, has its own log.
 
-    latest
-        the latest decision
+    Attributes:
+        latest: the latest decision.
     """
 
     __slots__ = ("latest",)
@@ -131,7 +131,7 @@ class DecisionLog:
         self.latest = replace(self.latest.after(step, reason), **changes)
 
     def adopt(self, decision: Decision, **changes: object) -> None:
-        """Replace the latest decision, and update the given fields of the new one."""
+        """Replace the latest decision with `decision`, updating the given fields in it."""
         self.latest = replace(decision, **changes) if changes else decision
 
 
@@ -261,7 +261,7 @@ def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
 
 
 def num_samples(samples: inference_pb2.Samples) -> int:
-    """Return how many answers the engine generates, which may exceed the number it returns."""
+    """Return how many answers the engine generates, of which it may return only some."""
     return max(1, samples.n, samples.best_of, samples.beam.width)
 
 

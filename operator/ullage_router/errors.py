@@ -342,7 +342,7 @@ def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
 
 
 def inputs_above_quota(count: int, amount: int, limit: Limit, allowed: float) -> ServiceError:
-    """Return the error for a request whose inputs would exceed even an untouched quota."""
+    """Return the error for a request whose inputs would exceed even an unused quota."""
     tokens = f", which have {amount} tokens or more" if limit == "tokens_per_minute" else ""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,

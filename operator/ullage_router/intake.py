@@ -34,7 +34,9 @@ class IntakeThread:
         self._is_running = False
 
     async def run(self, num_bytes: int, tenant: str, work: Callable[[], T]) -> T:
-        """Run `work` in the thread, or on the event loop if its body is small. Return its result.
+        """Run `work`, and return its result.
+
+        If the body is small, `work` runs on the event loop instead of in the thread.
 
         Args:
             num_bytes: size of the body that `work` handles.

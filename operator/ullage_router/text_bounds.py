@@ -105,7 +105,7 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def token_bound(tokenizer: Tokenizer) -> TokenBound:
-    """Return the token bound for a tokenizer. If none can be derived, `fewest` returns 0."""
+    """Derive a tokenizer's token bound. If this is not possible, its `fewest` returns 0."""
     model = tokenizer.model
     normalizer = _Normalizer.of(_state(tokenizer.normalizer))
     steps = list(_steps(_state(tokenizer.pre_tokenizer)))
@@ -176,7 +176,7 @@ def _has_affixes(model: models.BPE | models.Unigram) -> bool:
 
 
 def _is_complete(model: object, vocabulary: Json, is_byte_level: bool) -> bool:
-    """Return whether the model keeps every character, and puts it in a token of bounded length."""
+    """Return whether every character ends up in a token of bounded length."""
     if is_byte_level:
         return vocabulary.keys() >= set(ByteLevel.alphabet())
     if not isinstance(model, models.BPE):
@@ -278,7 +278,10 @@ _WIDE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 
 
 def _spelled(characters: str) -> str:
-    """Return a regex for any of the characters, either as is or as in a byte-level vocabulary."""
+    """Return a regex that matches any of the characters.
+
+    It also matches the way in which a byte-level vocabulary spells these characters.
+    """
     letters = ByteLevel(add_prefix_space=False, use_regex=False)
     in_bytes = [letters.pre_tokenize_str(each)[0][0] for each in characters]
     return "|".join(map(re.escape, [*characters, *in_bytes]))
@@ -349,9 +352,9 @@ class TextCutter:
 
         Args:
             text: the text to split.
-            is_part: whether the text is part of a larger text, which may be split at other points.
-                The limit is then slightly higher, so that no part is refused unless the larger text
-                would be.
+            is_part: whether the text is part of a larger text. The larger text may be split at
+                other points, so the limit for a part is slightly higher. A part is then refused
+                only if the larger text would be refused, too.
 
         Raises:
             UncutText: a chunk would be too long because the text has too few split points.

@@ -50,7 +50,10 @@ NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
 
 
 class NotOnCanary(Exception):
-    """Raised if no canary engine can run the request unmodified now. A stable engine should."""
+    """Raised if no canary engine can currently run the request unmodified.
+
+    A stable engine should run it instead.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -244,7 +247,7 @@ class Admission:
     def _limits(self, request: AdmissionRequest) -> TimeLimits:
         """Return the request's time limits.
 
-        Once the answer has started, the latency objectives (SLOs) no longer apply.
+        The latency objectives (SLOs) apply only until the answer has started.
         """
         now = time.monotonic()
         deadline = request.call.deadline

@@ -79,10 +79,10 @@ class LoadBalancer:
         refusing: Collection[str],
         adapter: str = "",
     ) -> Preferred:
-        """Return an engine that can continue an answer bit-identically, or else the preferred one.
+        """Return an engine that can continue an answer with bit-identical results.
 
-        If several engines can continue the answer, return the preferred engine if it is one of
-        them, or else the engine with the fewest requests.
+        If there is no such engine, return the preferred engine. If there are several, return the
+        preferred engine if it is one of them, or else the engine with the fewest requests.
 
         Args:
             fingerprints: numerics fingerprints of the engines that generated the answer so far.

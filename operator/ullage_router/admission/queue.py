@@ -186,11 +186,11 @@ class RequestQueue:
     def ahead(
         self, priority: int, entry: QueueEntry | None = None, adapter: str = ""
     ) -> Mapping[str, int]:
-        """Return, by pool, the total KV bytes that earlier requests are waiting for.
+        """Return the total KV bytes that earlier requests are waiting for, by pool.
 
-        Only subqueues whose requests can run on all of this request's possible engines are
-        counted. Pools in which the request is next are omitted. Requests with the same priority all
-        count as earlier, because each arrival may change their order.
+        A subqueue counts only if its requests can run on every engine that this request could use.
+        Pools in which the request is next are omitted. Requests with the same priority all count as
+        earlier, because each arrival may change their order.
 
         Args:
             entry: the request's place, or None if the request is not in the queue.
@@ -213,9 +213,9 @@ class RequestQueue:
     def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[LineKey, int]:
         """Return the bytes to leave free for earlier requests with other adapters, by subqueue.
 
-        Only the first request (the head) of each subqueue counts, and its memory should be left
-        free on the engines that have its adapter. A value of 0 means that this head must not be
-        overtaken again.
+        Only the first request (the head) of each subqueue counts. Its memory should be left free on
+        the engines that have its adapter. A value of 0 means that the head must not be overtaken
+        again.
         """
         keys = [key for key in self._lines if key[1] not in ("", adapter)]
         return {
@@ -224,10 +224,10 @@ class RequestQueue:
         }
 
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
-        """Return, by pool, the KV bytes of the smallest head that the request may overtake.
+        """Return the KV bytes of the smallest head that the request may overtake, by pool.
 
-        The request may overtake a subqueue's head by backfill. The pools are the same as in
-        `ahead`, but pools are omitted if one of their heads must not be overtaken again.
+        Overtaking the head of a subqueue is called backfill. The pools are the same as in `ahead`,
+        except that a pool is omitted if one of its heads must not be overtaken again.
         """
         sizes: dict[str, int] = {}
         full = set()
@@ -259,13 +259,13 @@ class RequestQueue:
         return head.num_passed >= self._section.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
-        """Yield the heads that precede a request and can run on all engines on which it can run."""
+        """Yield the heads that precede a request and can run on every engine that it could use."""
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
-        """Yield those heads of the given subqueues that precede an entry.
+        """Yield the heads of the given subqueues that precede an entry.
 
-        Heads in other pools always count as preceding the entry.
+        A head in another pool always counts as preceding the entry.
 
         Args:
             entry: a request's entry, or None if the request is not queued and therefore comes last.

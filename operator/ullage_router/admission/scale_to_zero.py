@@ -204,15 +204,14 @@ def empty_home(
     scaled_to_zero: frozenset[str],
     policy: RoutingPolicy,
 ) -> str:
-    """Return the scaled-to-zero pool that a request needs, or an empty string if there is none.
+    """Return the scaled-to-zero pool in which the request would normally run.
 
-    This is the pool in which the request would normally run. The result is empty if that pool has a
-    ready engine, or if the request fits in no pool.
+    The result is empty if that pool has a ready engine, or if the request fits in no pool.
 
     Args:
         views: the running engines, and the last known engine of each empty pool.
-        scaled_to_zero: the pools without a ready engine. If such a pool has no view, this router
-            has never seen one of its engines, and assumes that the request may fit there.
+        scaled_to_zero: the pools without a ready engine. If this router has never seen an engine of
+            such a pool, the pool has no view, and the request is assumed to fit there.
     """
     able = [view for view in views if room_of(facts, view) >= facts.min_tokens]
     unknown = [pool for pool in scaled_to_zero if not any(view.pool == pool for view in views)]

@@ -89,7 +89,7 @@ class EngineConnection:
         """Replace the channel if the engine uses TLS and the channel does not, or vice versa.
 
         Args:
-            starts_stream: see `replace`.
+            starts_stream: whether to open the new channel's stream immediately, as in `replace`.
         """
         is_secure = await speaks_tls(self._address)
         if is_secure is None or is_secure is not self._is_plaintext:

@@ -227,9 +227,9 @@ class Engine:
 
     @property
     def has_numerics(self) -> bool:
-        """Whether the engine has been ready, and is neither connecting nor gone now.
+        """Whether the engine's numerics can be compared with those of other engines.
 
-        Only the numerics of such engines are compared.
+        They can if the engine has been ready, and is neither connecting nor gone now.
         """
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
@@ -248,12 +248,12 @@ class Engine:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the engine failed recently, so that its number of requests is limited for now."""
+        """Whether the engine failed recently, so that its number of requests is capped for now."""
         return self.breaker.limit is not None
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether the engine failed recently, and has its current maximum number of requests."""
+        """Whether the engine failed recently, and has reached its temporary limit on requests."""
         limit = self.breaker.limit
         return limit is not None and self.inflight >= limit
 
@@ -444,7 +444,7 @@ class Engine:
         return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Return how much of this engine is reserved but not paid for: by one caller, and by all.
+        """Return the totals of uncharged reservations, of the caller `holder` and of all callers.
 
         A reservation counts only until the engine's reports include its request.
         """
@@ -460,8 +460,8 @@ class Engine:
             tokens: number of prompt tokens.
             step_limit_s: longest duration of a decoding step, in seconds, with which the request
                 still meets its deadline.
-            holder: the caller, if it does not pay for the reservation. Empty if a tenant pays or if
-                this router sends the request.
+            holder: the caller for whom the memory is reserved without charge. Empty if a tenant is
+                charged or if this router sends the request.
         """
         credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()

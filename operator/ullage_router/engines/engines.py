@@ -154,7 +154,10 @@ class Engines:
         return self._engines.get(key)
 
     def last(self, pool: str) -> Engine | None:
-        """Return any current engine of the pool, or else its last former engine, or None."""
+        """Return a current engine of the pool, or its last engine if it currently has none.
+
+        The result is None if no engine of the pool is known.
+        """
         return next((e for e in self._known() if e.pool == pool and e.model), None)
 
     def _known(self) -> list[Engine]:
@@ -366,19 +369,19 @@ class Engines:
         self._max_model_len = None
 
     def is_ready_on(self, side: Side, adapter: str = "") -> bool:
-        """Return whether one side has a ready engine (with the adapter, if one is given)."""
+        """Return whether one side has a ready engine, optionally one with the given adapter."""
         return self.roster.is_ready(side, adapter)
 
     def have_all(self, adapter: str) -> bool:
         """Return whether every usable engine has the adapter.
 
-        If no engine is usable, return whether any engine that may come back has it. An empty name
-        stands for no adapter, so the result is True.
+        If no engine is usable, return whether any engine that may come back has the adapter. An
+        empty name means that no adapter is needed, so the result is True.
         """
         return not adapter or adapter in self.roster.common_adapters
 
     def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
-        """Return how many bytes to leave free for queued requests on each engine, by engine key.
+        """Return the bytes to leave free on each engine for queued requests, by engine key.
 
         If several entries of `claims` apply to an engine, the smallest one is used.
 
@@ -412,8 +415,8 @@ class Engines:
             side: the side of the rollout.
             adapter: the adapter that engines must have, or empty for none.
             with_trials: whether engines that failed recently may get requests, up to their limits.
-                This makes sense only for requests whose answers the router relays itself, because
-                it learns nothing from other requests.
+                Set this only for requests whose answers the router relays itself. Other requests do
+                not show the router whether the engine works again.
         """
         now = time.monotonic()
         roster = self.roster
@@ -440,10 +443,10 @@ class Engines:
     def sample(
         self, model: Model, side: Side, number: int, preferred: str, adapter: str = ""
     ) -> list[EngineView]:
-        """Return views of a few usable engines from the first pool and the pool for large requests.
+        """Return views of a few usable engines of the first pool and the pool for large requests.
 
-        The sample consists of randomly chosen engines and the preferred engine. If it contains no
-        engine of the pool for large requests, an engine marked as unusable represents that pool.
+        The sample contains randomly chosen engines and the preferred engine. If none of them belong
+        to the pool for large requests, one engine of that pool is added, marked as unusable.
 
         Args:
             number: a random number that determines the sample.
@@ -477,9 +480,10 @@ class Engines:
         return views
 
     def _unusable(self, pool: str, now: float) -> list[EngineView]:
-        """Return a list with one engine of a pool, marked as unusable, to represent the pool.
+        """Return a list with a view of one engine of the pool, marked as unusable.
 
-        The list is empty if no engine of the pool has described its model.
+        The view represents the pool. The list is empty if no engine of the pool has described its
+        model.
         """
         views = (e.view(now) for e in self.roster.engines if e.pool == pool)
         first = next((view for view in views if view), None)
@@ -516,12 +520,12 @@ class Engines:
     # Counts for metrics
 
     def workers_lost(self, side: Side) -> int:
-        """Return how often workers or servers of one side's engines have exited unexpectedly."""
+        """Return the number of unexpected worker and server exits on one side's engines."""
         present = (e.order.workers_lost for e in self.all() if e.side is side)
         return self._lost[side] + sum(present)
 
     def workers_lost_before(self, side: Side) -> int:
-        """Return `workers_lost`, counting only engines that are gone or draining."""
+        """Return the part of `workers_lost` that comes from engines that are gone or draining."""
         ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
         return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
@@ -554,7 +558,9 @@ class Engines:
         return self._dialer(address)
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
-        """Return the model that an engine described, built only once and shared between engines.
+        """Return the model that an engine described.
+
+        Each model is built only once, and shared between engines.
 
         Raises:
             ValueError: the model cannot be used.
@@ -562,7 +568,7 @@ class Engines:
         return await self._models.load(described)
 
     def _fingerprints(self) -> set[str]:
-        """Return the fingerprints of the models of current engines and of pools' last engines."""
+        """Return the model fingerprints of current engines and of each empty pool's last engine."""
         return {engine.model.fingerprint for engine in self._known() if engine.model}
 
     def has_another(self, engine: Engine) -> bool:

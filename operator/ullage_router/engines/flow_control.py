@@ -51,7 +51,10 @@ class FlowControl:
 
     @property
     def responses(self) -> int:
-        """The window as a number of responses, each of which may carry several tokens."""
+        """The window, converted from tokens to responses.
+
+        Each response may carry several tokens.
+        """
         return max(1, self.window // self.together)
 
 

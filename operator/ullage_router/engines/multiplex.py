@@ -51,9 +51,9 @@ class StreamLoss:
         self._counted: set[str] = set()
 
     def is_first(self, account: str) -> bool:
-        """Return whether this is the first call for `account`.
+        """Return True on the first call for `account`, and False on later calls.
 
-        The callers thereby count the loss only once for each account.
+        A lost stream fails many calls, but each account then counts the loss only once.
 
         Args:
             account: what the loss is counted for, such as `breaker` or `retries`.

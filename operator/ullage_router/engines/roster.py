@@ -143,7 +143,7 @@ class Roster:
         return self._states.get(engine) == _state_of(engine)
 
     def is_ready(self, side: Side, adapter: str = "") -> bool:
-        """Return whether one side has a usable engine (with the adapter, if one is given)."""
+        """Return whether one side has a usable engine, optionally one with the given adapter."""
         return (side, adapter) in self._ready_adapters if adapter else side in self.ready_sides
 
     def on_load_change(self, engine: "Engine") -> None:

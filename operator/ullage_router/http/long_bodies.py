@@ -1,12 +1,12 @@
-"""Makes long request bodies take turns, to cap the memory that they use in a process.
+"""Limits the memory that long request bodies use in a process, by making them take turns.
 
-A long body takes two turns, one after the other:
+A long body needs two turns, one after the other:
 
- * A turn to be received. Only a few bodies are received at a time. The router stops reading the
+ * A turn for receiving. Only a few bodies are received at a time. The router stops reading the
    other bodies until their turn comes. A client that is slow while others wait loses its turn.
- * A turn to be converted to a prompt. Even fewer bodies are parsed at a time, since parsing takes
-   up to six times the size of a body. No client can hold up this turn, because a request that
-   waits for anything outside this router gives its turn back.
+ * A turn for conversion to a prompt. Even fewer bodies are parsed at a time, since parsing takes
+   up to six times a body's size in memory. No client can hold up this turn, because a request
+   gives it back when it waits for anything outside this router.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ MIN_BYTES_PER_S = 512 << 10
 
 @dataclass(slots=True, eq=False)
 class BodyTurn:
-    """A long body's turn: a grant of memory to be received or to be converted to a prompt."""
+    """A grant of memory for receiving a long body or for converting it to a prompt."""
 
     size: int
     """Maximum size of the body in bytes."""
@@ -122,8 +122,8 @@ class LongBodies:
         """Record the time spent in the `with` block as time spent waiting for the client.
 
         Args:
-            turn: The turn of the body.
-            timeout: The timeout that ends the block when the turn is lost.
+            turn: The body's turn.
+            timeout: The timeout that ends the block if the turn is lost.
         """
         loop = asyncio.get_running_loop()
         turn.timeout = timeout

@@ -39,7 +39,7 @@ MAX_DISCARDED_BYTES = 64 << 10
 
 
 class Body:
-    """A request body whose bytes can be taken only once, so that nothing else keeps them alive.
+    """A request body that drops its reference to the bytes once they have been taken.
 
     Attributes:
         num_bytes: Size of the body in bytes.
@@ -121,9 +121,9 @@ class Request:
     def end_turn(self) -> None:
         """End a long body's turn, so that another body may be received or converted.
 
-        Call this method once the body has been converted to a prompt or never will be, or when the
-        request waits for anything outside this router. The parsed values still occupy memory until
-        `release`.
+        Call this method when the body has been converted to a prompt, when it is certain that it
+        will not be converted, or when the request waits for anything outside this router. The
+        parsed values remain in memory until `release`.
         """
         if self._turn:
             self._room.long_bodies.give_back(self._turn)
@@ -133,7 +133,7 @@ class Request:
             self._handled = None
 
     def release(self) -> None:
-        """End any turn of the body, and release the memory reserved for the body."""
+        """End the body's turn if it has one, and release the memory reserved for the body."""
         self.end_turn()
         self._room.give_back(self._taken_bytes, self._tenant)
         self._taken_bytes = 0
@@ -229,7 +229,7 @@ class Request:
     async def _receive_part(self, num_before: int) -> tuple[bytes, bool]:
         """Return the next part of the body, and whether another part follows.
 
-        The memory of the part is charged to the tenant.
+        The part's memory is charged to the tenant.
 
         Args:
             num_before: Number of bytes in the earlier parts.

@@ -2,7 +2,7 @@
 
 /metrics         metrics in Prometheus' text format
 /stats           the router's state, as JSON
-/measures        a JSON list with one item, an object of `PoolReport`s by pool
+/measures        a JSON list with one object, which maps each pool to its `PoolReport`
 /measures/wait   the same, but sent once a pool with zero replicas is needed, or after `WAIT_S`
 /console         the console, if enabled (`console/console.py`)
 

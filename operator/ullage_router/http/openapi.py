@@ -318,9 +318,9 @@ class Schemas:
         return schema
 
     def _complete(self, name: str) -> None:
-        """Correct the schemas of those fields of a structure whose Python types are too imprecise.
+        """Correct the schemas of a structure's fields whose Python types are too imprecise.
 
-        These are fields that are decoded later, and unsupported fields.
+        These are the fields that are decoded later and the unsupported fields.
         """
         for (struct, unread), kind in RAW_FIELDS.items():
             if struct.__name__ == name:

@@ -1,11 +1,14 @@
 """Decides which web pages may use a router, using CORS and the Host and Origin headers.
 
-A router on a loopback address serves its own machine, where a browser may also run pages from
-foreign sites. Such a page can reach the router in two ways. It may send requests to 127.0.0.1,
-which `Origin` reveals. Or its host name is changed to resolve to 127.0.0.1 after the page was
-loaded (DNS rebinding), so that the browser treats the router as the page's own server. In that
-case, only `Host` reveals the page. The same holds for connections from a forwarder, such as
-`kubectl port-forward`, over the loopback interface of a pod.
+A router on a loopback address serves only its own machine, but a browser on that machine may run
+pages from foreign sites. Such a page can reach the router in two ways:
+
+ * The page sends requests to 127.0.0.1. The `Origin` header reveals them.
+ * After the page was loaded, its host name is changed to resolve to 127.0.0.1 (DNS rebinding). The
+   browser then treats the router as the page's own server. Only the `Host` header reveals this.
+
+Foreign pages can reach a router in a pod in the same ways, through a forwarder such as
+`kubectl port-forward` that connects over the pod's loopback interface.
 
 Other connections arrive over a network that controls who may connect, often through a proxy with
 other host names. Their Host and Origin are therefore not checked.
@@ -51,9 +54,10 @@ class OriginGuard:
         serve: Serves all other requests.
         host: The address on which the server listens, or None for all addresses.
         cors: Origins that may use the API. None allows only pages of the router itself.
-        is_api: Whether this is the API's port or the metrics port. On connections from a forwarder,
-            the API's port checks only requests with an Origin, which browsers send. The metrics
-            port checks all requests except those for pages that machines read.
+        is_api: Whether this is the API's port, as opposed to the metrics port. On connections from
+            a forwarder, the API's port checks only requests with an Origin, which browsers send.
+            The metrics port checks all requests except those for the pages that Prometheus and the
+            operator read.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ def _preflight_headers(request: Request) -> Headers:
 
 
 def _names_of(wanted: str) -> str:
-    """Return the valid names in a comma-separated list of header names, as such a list."""
+    """Return a comma-separated list of header names with the invalid names removed."""
     names = (name.strip().lower() for name in wanted.split(","))
     return ", ".join(n for n in names if n and n.replace("-", "").replace("_", "").isalnum())
 

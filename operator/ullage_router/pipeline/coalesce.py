@@ -165,8 +165,8 @@ class SharedGeneration:
     def is_joinable(self) -> bool:
         """Return whether a new request may join the generation.
 
-        The request must still be able to get the complete answer, about as early as it would from a
-        generation of its own.
+        The request must still be able to get the complete answer, and about as early as if it
+        started a generation of its own.
         """
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None
@@ -222,7 +222,7 @@ class SharedGeneration:
         return self._log[index] if index < len(self._log) else None
 
     def on_read(self) -> None:
-        """Let the engine continue after a read, and drop events that every reader has read."""
+        """Let a paused generation continue, and drop events that every reader has read."""
         self._may_go_on.set()
         if self._age_s > self._longest_s and not self._keeps_all:
             while self._dropped < min(reader.place for reader in self._readers):

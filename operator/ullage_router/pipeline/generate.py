@@ -402,7 +402,11 @@ class _OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._deadline.token_timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Return a final event if only the time limit has passed. Otherwise, raise an error."""
+        """Return a timeout event if the answer ran out of time on an engine that still responds.
+
+        Raises:
+            ServiceError: the engine failed or is silent.
+        """
         engine = self._reservation.engine
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if not engine.is_silent:

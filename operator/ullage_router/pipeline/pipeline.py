@@ -187,7 +187,7 @@ class RequestStages:
         return prompt
 
     def _expected_output(self, call: Call) -> int:
-        """Return how many output tokens to charge in advance, in total for all answers."""
+        """Return the total number of output tokens to charge in advance for all answers."""
         if call.request.embed:
             return 0
         limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)

@@ -96,7 +96,7 @@ class _Holder:
 
     @contextlib.contextmanager
     def cancellable(self) -> Iterator[None]:
-        """Let `end` cancel the request's task inside the `with` block, where it awaits the answer.
+        """Let `end` cancel the request's task while it awaits the answer in the `with` block.
 
         Raises:
             ServiceError: a later request replaced this request.

@@ -55,7 +55,7 @@ Its arguments are the cause of the loss, and whether the answer was `resumed` or
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resumer:
-    """Components and state that all attempts to resume answers share."""
+    """The components and state shared by all attempts to resume answers."""
 
     admission: Admission
     send: Send
@@ -93,7 +93,7 @@ class Takeover:
     """Moves one answer to another engine whenever its current engine is lost.
 
     Args:
-        resumer: the components and state that all attempts to resume answers share.
+        resumer: the components and state shared by all attempts to resume answers.
         call: the request, with the prompt that its first engine got.
         progress: the part of the answer that has been received.
     """
@@ -253,7 +253,7 @@ class _SuspectThere(Exception):
 
 
 class _EngineLost(Exception):
-    """Raised if the engine that is to resume an answer fails before it sends a token."""
+    """Raised if the engine chosen to resume an answer fails before it sends a token."""
 
     def __init__(self, reservation: Reservation, error: ServiceError) -> None:
         super().__init__(error.message)

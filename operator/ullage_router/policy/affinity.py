@@ -6,14 +6,14 @@ together with all blocks before it, as in the engines' prefix caches. Sessions a
 in LRU tables of fixed size. A wrong guess costs only time, so hashes need not resist collisions,
 and only the first MAX_PREFIX_BLOCKS blocks of a long prompt are compared.
 
-Another router process may have placed a request that this one does not remember. All processes
+A router process does not remember requests that other processes placed. All processes therefore
 choose the same two engines for a session, or for a prompt's first block, by consistent hashing
-(Karger et al., "Consistent Hashing and Random Trees", 1997). A session therefore finds its caches
-no matter which process receives its next turn.
+(Karger et al., "Consistent Hashing and Random Trees", 1997). A session thus finds its caches no
+matter which process receives its next turn.
 
 A tenant's entries are invisible to other tenants. When a table is full, an entry is evicted from a
 tenant that uses more than an equal share of the table. A tenant within its share keeps its entries,
-no matter how much traffic other tenants send or merely announce with `Pick` requests.
+no matter how many requests other tenants send, or announce with `Pick` and never send.
 """
 
 import functools
@@ -145,8 +145,9 @@ class Table:
     def _make_room(self) -> None:
         """Evict the least recently used entry of a tenant that uses more than an equal share.
 
-        At least one tenant does, because the table exceeds its maximum size. Tenants that do not
-        are moved to the end of the order, so that the next search does not begin with them again.
+        There is always such a tenant, because the table exceeds its maximum size. Tenants within
+        their share are moved to the end of the order, so that the next search does not begin with
+        them again.
         """
         share = self._size // len(self._tenants)
         while len(self._tenants[tenant := next(iter(self._tenants))]) <= share:
@@ -214,7 +215,7 @@ class Affinity:
         return engine or self._prefixes.first(tenant, reversed(cache_key.prefixes), is_usable)
 
     def on_placed(self, cache_key: CacheKey, engine: str) -> None:
-        """Record that a request runs on the engine, which will then have its prefix cached."""
+        """Record that a request runs on the engine, so its prefix will be cached there."""
         self._sessions.put(cache_key.tenant, cache_key.session_hashes, engine)
         # The shortest prefix is put last and so evicted last, because most requests share it.
         self._prefixes.put(cache_key.tenant, cache_key.prefixes[::-1], engine)

@@ -54,8 +54,8 @@ def balance(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list
     Tasks stay on their current engines unless moving them reduces the work of the busiest engine.
 
     Args:
-        engines: every engine that holds a task, and possibly others. Engines to which no task may
-            move, such as a canary's, are ignored.
+        engines: all engines that hold a task, and optionally more engines. Additional engines to
+            which no task may move, such as a canary's engines, are ignored.
     """
     possible = {key for task in tasks for key in (task.engine, *task.sizes)}
     engines = [engine for engine in engines if engine.id in possible]

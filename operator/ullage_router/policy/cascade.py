@@ -5,7 +5,7 @@ model is unsure. `features` reads a request before any model has seen it, `plan`
 step, and `Confidence` judges a step's first tokens.
 
 Only the beginning and the end of the last turn are searched for code and maths. The question is
-usually in one of them, and a long conversation then costs no more to search than a short one.
+usually in one of these places, and a long conversation takes no longer to search than a short one.
 """
 
 import itertools
@@ -233,9 +233,9 @@ class Confidence:
 
     @property
     def value(self) -> float | None:
-        """exp(mean log-probability), from 0 to 1.
+        """The geometric mean of the probabilities, which is exp(mean log-probability), from 0 to 1.
 
-        None if there are no values or their mean is NaN.
+        None if there are no log-probabilities or their mean is NaN.
         """
         mean = sum(self._logprobs) / len(self._logprobs) if self._logprobs else math.nan
         if math.isnan(mean):

@@ -7,10 +7,11 @@
 A breaker also opens if half of the engine's latest answers failed, because an engine that fails
 every second request rarely fails five in a row.
 
-An engine whose breaker has opened gets few requests at once, even where the pool has no other
-engine to try: one until its first token, then twice as many after each first token, and one again
-after a failure. Requests beyond the limit wait in the queue or are refused, instead of failing.
-Requests that were sent before the breaker opened prove nothing.
+After its breaker has opened, an engine gets few requests at once, even if the pool has no other
+engine to try. The limit on concurrent requests starts at one, doubles with each first token, and
+returns to one after a failure. Requests beyond the limit wait in the queue or are refused, instead
+of failing. Requests that were sent before the breaker opened say nothing about the engine's current
+condition, so their outcomes are ignored.
 
 Only engine faults count as failures (`errors.is_engine_fault`). A request that is invalid,
 cancelled, out of time or too large for the free memory does not. An answer that stalls after its
@@ -88,7 +89,7 @@ class CircuitBreaker:
 
     @property
     def until(self) -> float:
-        """Time at which the pause ends or ended, or minus infinity while the breaker is closed."""
+        """End time of the latest pause, or minus infinity while the breaker is closed."""
         return float("-inf") if self._until is None else self._until
 
     def on_sent(self, request: object, now: float) -> None:
@@ -112,7 +113,7 @@ class CircuitBreaker:
     def on_success(self, request: object) -> None:
         """Record that a request succeeded, and reset the count of consecutive failures.
 
-        Unless the breaker is closed, only a success of the probe resets the count.
+        Unless the breaker is closed, only the probe's success resets the count.
         """
         if self._counts(request):
             self._outcomes.append(False)
@@ -125,7 +126,7 @@ class CircuitBreaker:
     def on_failure(self, request: object, now: float) -> bool:
         """Count a failure of the engine, and return whether it opened the breaker.
 
-        While the breaker is open or half-open, only a failure of the probe opens it again. If the
+        While the breaker is open or half-open, only the probe's failure opens it again. If the
         request was sent while the limit was in force, its failure resets the limit to 1.
         """
         if self._counts(request):

@@ -61,7 +61,10 @@ class PromptSums:
 
 
 class Held(NamedTuple):
-    """Totals of uncharged reservations that the engine's last report may not include."""
+    """Totals of uncharged reservations that the engine's last report might not include.
+
+    A reservation is uncharged if `Pick` made it without charging a tenant.
+    """
 
     requests: int = 0
     size: int = 0
@@ -125,12 +128,12 @@ class CreditBook:
 
     @property
     def total(self) -> int:
-        """Bytes reserved for requests that the last report may not include."""
+        """Bytes reserved for requests that the last report might not include."""
         return self._total
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens still to prefill in requests that the last report may not include."""
+        """Prompt tokens still to prefill in requests that the last report might not include."""
         return self._unsure.tokens
 
     def prefill_pairs(self, reported_tokens: int) -> float:
@@ -145,7 +148,7 @@ class CreditBook:
 
     @property
     def uncounted(self) -> int:
-        """Number of requests that the last report may not include."""
+        """Number of requests that the last report might not include."""
         return len(self._open)
 
     @property
@@ -155,14 +158,14 @@ class CreditBook:
 
     @property
     def step_limit_s(self) -> float:
-        """Longest engine step, in seconds, with which all in-flight requests would be on time."""
+        """Longest engine step, in seconds, that keeps all in-flight requests on time."""
         limits = self._step_limits
         while limits and not self._is_in_flight(limits[0][2]):
             heapq.heappop(limits)
         return limits[0][0] if limits else math.inf
 
     def held(self, holder: str) -> Held:
-        """Return the totals of the uncharged reservations of one caller of `Pick`."""
+        """Return the totals of the uncharged reservations that a caller of `Pick` holds."""
         return self._held.get(holder, NOTHING_HELD)
 
     def reserve(
@@ -173,9 +176,9 @@ class CreditBook:
         Args:
             size: bytes to reserve.
             tokens: prompt tokens.
-            step_limit_s: longest engine step, in seconds, with which the request would still meet
-                its deadline.
-            holder: the caller of `Pick` for which memory is reserved without charging a tenant
+            step_limit_s: longest engine step, in seconds, that still lets the request meet its
+                deadline.
+            holder: the caller of `Pick` for which memory is reserved, if no tenant is charged
                 (empty if a tenant has been charged).
         """
         credit = Credit(size, tokens, step_limit_s, holder=holder)
@@ -203,7 +206,7 @@ class CreditBook:
             (self._unsure if credit in self._open else self._sure).remove(credit.tokens)
 
     def on_report(self) -> None:
-        """Record a report, and mark as counted the requests that it is certain to include."""
+        """Record a report, and mark the requests that it is certain to include as counted."""
         self._reports += 1
         while self._accepted and self._reports >= (self._accepted[0].counted_from or 0):
             credit = self._accepted.popleft()

@@ -86,7 +86,7 @@ def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPo
 def decide_among(
     facts: RequestFacts, sample: Sequence[EngineView], policy: RoutingPolicy
 ) -> Run | None:
-    """Decide to run a request on one of a sample of the engines, or return None.
+    """Decide to run a request on one of the sampled engines, or return None.
 
     This is a fast path for the common case in which the request fits in its home pool unchanged.
 
@@ -110,14 +110,14 @@ def decide_among(
 def passes(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> bool:
     """Return whether a request that waits behind other requests may run now.
 
-    This check is much cheaper than `decide`, which also computes what to do if it may not run.
+    This check is much cheaper than `decide`, which also finds an alternative if it may not run.
     """
     able = _able(facts, engines)
     return bool(able) and _ladder(facts, able, policy).runs_before_waiting()
 
 
 def min_output(asked: int | None, max_tokens: int, rung: ShrinkOutputSection) -> int:
-    """Return the minimum number of output tokens to which an answer may be shrunk.
+    """Return the lowest output limit, in tokens, to which an answer may be shortened.
 
     Args:
         asked: output tokens that the client requested, or None if the client set no limit.
@@ -333,7 +333,7 @@ class _LadderRun:
         return self._run(engine, max_tokens, reason, self._choices(engine, max_tokens))
 
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
-        """Return the request's bytes on each engine to which the prefill window may move it.
+        """Return the request's KV bytes on each engine that the prefill window may move it to.
 
         The prefill window rebalances prompts over the engines. The result is empty if the prompt
         will be computed soon or is cached, because moving it would gain nothing. It is also empty
@@ -382,7 +382,7 @@ class _LadderRun:
         return [e for e in self.engines if e.pool == pool and e.standing is usable]
 
     def _free(self, pool: str) -> list[EngineView]:
-        """Return engines that may run this request now and for which no earlier request waits."""
+        """Return engines that may run this request now and that no earlier request waits for."""
         if pool in self.facts.ahead:
             return []
         taken = self.facts.refused_by.union(self.facts.claimed)
@@ -449,9 +449,9 @@ class _LadderRun:
         """Return the seconds until the request could run at home within its time limits.
 
         Args:
-            comes_back: whether the client is refused and retries at that time instead of waiting in
-                the queue.
-            is_first: whether to ignore the requests that wait before this one.
+            comes_back: whether the client is refused and retries at that time, instead of waiting
+                in the queue.
+            is_first: whether to ignore the requests that are waiting ahead of this one.
         """
         facts = self.facts
         limits = replace(facts.limits, waited_s=0.0) if comes_back else facts.limits

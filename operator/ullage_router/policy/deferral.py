@@ -68,8 +68,8 @@ class DeferralBook:
         """Return how many KV bytes the refused requests ahead of a tenant's next request need.
 
         Higher priorities come first. Within a priority, tenants take turns by their weights, as in
-        the queue. Another tenant's bytes therefore count only up to the tenant's own refused bytes,
-        times the ratio of the other tenant's weight to its own.
+        the queue. Another tenant's refused bytes therefore count only up to a limit: this tenant's
+        own refused bytes, times the other tenant's weight, divided by this tenant's weight.
         """
         own = self._sizes.get(Deferred(pool, tenant, priority), 0)
         ahead = 0
@@ -83,7 +83,10 @@ class DeferralBook:
         return ahead
 
     def returns(self, pool: str, now: float) -> Mapping[int, int]:
-        """Return the bytes that a pool's refused requests need, by whole seconds until retry."""
+        """Return the bytes that a pool's refused requests need, keyed by seconds until retry.
+
+        The keys are whole seconds.
+        """
         result: dict[int, int] = {}
         for second, sizes in self._due.items():
             after_s = math.floor(second - now)
@@ -93,7 +96,7 @@ class DeferralBook:
 
 
 class Deferrals(NamedTuple):
-    """One request's view of the refused requests, consulted only if it is refused as well."""
+    """One request's view of earlier refusals, which is used only if it is refused as well."""
 
     book: DeferralBook
     now: float = 0.0
@@ -106,7 +109,10 @@ class Deferrals(NamedTuple):
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:
-        """Return the bytes that a pool's refused requests need, by whole seconds until retry."""
+        """Return the bytes that a pool's refused requests need, keyed by seconds until retry.
+
+        The keys are whole seconds.
+        """
         return self.book.returns(pool, self.now)
 
 

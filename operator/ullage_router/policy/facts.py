@@ -113,7 +113,10 @@ class EngineView(msgspec.Struct, frozen=True):
         return min(self.max_model_len, held)
 
     def most_bytes(self, *, has_session: bool) -> int:
-        """Return the maximum KV bytes of one request, with or without a session."""
+        """Return the maximum number of KV bytes that one request may use.
+
+        If the request has a session, the limit per session also applies, if there is one.
+        """
         limit = self.profile.session_kv_bytes if has_session else 0
         return min(self.capacity, limit) if limit else self.capacity
 

@@ -12,8 +12,9 @@ a limit. Two rules relax this limit. A request that would miss an objective even
 gains nothing by waiting, so it may take STRETCH times as long as on an idle engine. An idle engine
 may always take a request.
 
-Each admitted request caps the step time, because it would be late if steps became slower. A request
-is not added to an engine if its steps would then exceed the cap of any running request.
+Each admitted request sets a cap on the engine's step time, beyond which the request would be late.
+A new request is not sent to an engine if it would push the step time above any running request's
+cap.
 """
 
 import math
@@ -88,7 +89,7 @@ def end_s(engine: EngineView, prompt: int, output: int) -> float:
 
 
 def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the longest engine step, in seconds, with which a request sent now is on time."""
+    """Return the longest engine step, in seconds, that keeps a request sent now on time."""
     if limits.e2e_s == math.inf:
         return math.inf
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
@@ -119,9 +120,10 @@ def turn_s(
         prompt: number of prompt tokens.
         output: expected number of output tokens.
         needed: bytes that the request needs.
-        ahead: total bytes and number of the requests queued for these engines ahead of this one.
-        comes_back: whether the client is refused and retries at that time instead of waiting in the
-            queue.
+        ahead: total bytes and number of the requests that are queued for these engines ahead of
+            this one.
+        comes_back: whether the client is refused and retries at that time, instead of waiting in
+            the queue.
 
     Returns:
         Infinity if no predicted release is soon enough. None if no release is predicted.
@@ -217,7 +219,7 @@ def _slack_s(
 
 
 def _allowed_s(objective_s: float, lone_s: float) -> float:
-    """Return the longest predicted time that is acceptable for an objective, in seconds.
+    """Return the longest acceptable predicted time for an objective, in seconds.
 
     Args:
         lone_s: seconds that the request takes on an idle engine.

@@ -28,7 +28,7 @@ def home_of(
 
 
 def is_large(facts: RequestFacts, engine: EngineView, policy: RoutingPolicy) -> bool:
-    """Return whether its prompt tokens or its KV bytes on this engine make the request large."""
+    """Return whether the request is large by its prompt tokens or its KV bytes on this engine."""
     return (
         facts.prompt_tokens > policy.large_request_tokens
         or demand_on(facts, engine).kv_bytes > policy.large_request_kv
@@ -45,7 +45,10 @@ def room_of(facts: RequestFacts, engine: EngineView) -> int:
 
 
 def demand_on(facts: RequestFacts, engine: EngineView) -> Demand:
-    """Return the request's predicted bytes on this engine, cached per kind of engine."""
+    """Return the request's predicted bytes on this engine.
+
+    The prediction is cached for all engines of the same kind.
+    """
     demand = facts.prices.get(engine.kind)
     if demand is None:
         max_tokens = min(facts.max_tokens, max(1, room_of(facts, engine)))
@@ -61,7 +64,7 @@ def price_on(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand
 
 
 def pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy) -> EngineView:
-    """Pick the engine that has the prefix cached, unless a random other has far fewer requests.
+    """Pick the engine with the cached prefix, unless a random engine has far fewer requests.
 
     Args:
         fits: engines that have room for the request, at least one.

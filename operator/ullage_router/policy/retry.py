@@ -97,7 +97,7 @@ def retry_after(
 
     Args:
         seconds: the forecast, or None if nothing is known.
-        returns: bytes of other requests that will be retried, by whole seconds from now.
+        returns: bytes that other requests will need on their retries, by whole seconds from now.
         draw: a random number that breaks ties.
 
     Returns:

@@ -1,9 +1,10 @@
 """Shortens a text without changing its meaning.
 
 Invisible characters and superfluous whitespace are removed, and HTML is converted to Markdown.
-JSON and code are left alone. The search for code ignores invisible characters. Otherwise, removing
-them could reveal code whose whitespace was already changed. Cleansing is therefore idempotent.
-Every step takes linear time.
+JSON and code are left alone. Every step takes linear time.
+
+Cleansing is idempotent, because the search for code ignores invisible characters. Otherwise,
+removing them could reveal code after its whitespace has already been changed.
 """
 
 import bisect

@@ -57,7 +57,10 @@ def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
 
 
 def extract(turns: Sequence[Turn], fact_share: float) -> str:
-    """Return the shortest extract with at least `fact_share` of the facts (empty if none has)."""
+    """Return the shortest extract that keeps at least the fraction `fact_share` of the facts.
+
+    Return an empty string if no extract keeps that many.
+    """
     facts = key_facts(as_text(turns))
     size = num_characters(turns)
     for length in LENGTHS:

@@ -3,8 +3,8 @@
 Rendering takes up to ten times the conversation's memory. Counting the tokens of all text instead
 would be wrong, because a template may omit reasoning, old turns, or text next to tool calls. The
 template therefore first renders an outline: the conversation with a short placeholder for each long
-stretch of text. If a placeholder appears unchanged in the result, the template would have written
-the whole stretch, so the tokens of that stretch are counted.
+stretch of text. If the template writes a placeholder unchanged, it would also have written the
+whole stretch, so the tokens of that stretch are counted.
 """
 
 import json
@@ -98,7 +98,7 @@ class Outline:
         return [self._turn(turn, place) for place, turn in enumerate(turns)]
 
     def written(self, prompt: str) -> Iterator[Stretch]:
-        """Yield each stretch once if its placeholder is unchanged in the rendered outline."""
+        """Yield each stretch whose placeholder is unchanged in the rendered outline, only once."""
         places = set[int]()
         for match in re.finditer(f"Pq{self._nonce}n(\\d+)z", prompt):
             place = int(match[1])
@@ -181,7 +181,7 @@ def written(
 
 
 def are_more(model: Model, texts: Iterable[str], most: int) -> bool:
-    """Return whether the texts certainly have more than `most` tokens in total.
+    """Return whether the texts are certain to have more than `most` tokens in total.
 
     Raises:
         PromptError: one of the texts cannot be tokenised.

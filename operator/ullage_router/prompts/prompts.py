@@ -1,4 +1,4 @@
-"""Builds the engines' prompt from a request's input: token ids, a text or messages."""
+"""Builds the prompt for the engines from a request's token ids, text or messages."""
 
 import functools
 from array import array
@@ -48,7 +48,7 @@ This is twice the usual number of characters per token.
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """The tokens that an answer continues, and the conversation from which they were rendered."""
+    """A prompt's tokens, and the conversation from which they were rendered."""
 
     model: Model
     token_ids: Sequence[int]
@@ -66,7 +66,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def memory_bytes(self) -> int:
-        """Estimated upper bound on the bytes that tokens, turns and request use in this process."""
+        """Estimated maximum memory of the tokens, turns and request in this process, in bytes."""
         return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
@@ -85,11 +85,11 @@ class PromptBuilder:
     Args:
         section: the cleansing rules.
         summarizer: summarises long conversations. None leaves them unchanged.
-        engines: provide the maximum context length.
+        engines: the engines, which provide the maximum context length.
         threads: threads that tokenise long texts.
-        intake: thread that reads conversations with many or long turns.
-        is_cascade: whether other models may answer, too. Each model then ignores template arguments
-            that it does not support.
+        intake: thread that converts conversations with many or long turns.
+        is_cascade: whether other models may also answer the request. Each model then ignores
+            template arguments that it does not support.
         drops_turns: whether turns of conversations that are too long may be dropped.
     """
 

@@ -2,8 +2,8 @@
 
 Texts are scheduled by start-time fair queueing (Goyal, Vin and Cheng, 1996): tenants get equal
 shares of the threads, and a tenant's own texts are processed in order of arrival. Long texts are
-processed one at a time. The other thread is therefore always free for short texts, and only one
-long text needs memory at a time.
+processed one at a time. One of the two threads is therefore always free for short texts, and only
+one long text needs memory at a time.
 """
 
 import asyncio

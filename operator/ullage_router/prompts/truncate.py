@@ -74,7 +74,7 @@ def _fewest_dropped(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int,
 ) -> tuple[int, list[Turn]]:
-    """Return how many turns must be dropped at least, and the turns that remain.
+    """Return the minimum number of turns to drop, and the turns that remain.
 
     The number is found by bisection, because a prompt becomes shorter with each turn that is
     dropped.
@@ -93,10 +93,10 @@ def _fewest_dropped(
 
 
 def _cuts(turns: Sequence[Turn], places: Sequence[int]) -> list[int]:
-    """Return the numbers of turns that may be dropped, in ascending order.
+    """Return the possible numbers of turns to drop, in ascending order.
 
-    Turns are dropped only up to a user turn, so that the remaining conversation begins with one.
-    All droppable turns may always be dropped.
+    After each number of dropped turns, the next turn is a user turn, so that the remaining
+    conversation begins with one. The last number is an exception: it drops all droppable turns.
     """
     begins = [n for n in range(1, len(places)) if turns[places[n]]["role"] == "user"]
     return [*begins, len(places)]

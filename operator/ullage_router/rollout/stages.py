@@ -29,7 +29,7 @@ class Rollout:
         engines: follows the engines of both sides.
         model: the service's model name, for error messages.
         prompts: re-renders a request for the stable engines if they have a different model.
-        on_stop: called with whether the service is stopped, whenever the file changes.
+        on_stop: called whenever the file changes, with True if the service is stopped.
     """
 
     def __init__(

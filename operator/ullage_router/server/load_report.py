@@ -1,4 +1,4 @@
-"""The load report from which the operator scales pools: memory, queues and late first tokens.
+"""The load report by which the operator scales pools: memory, queues and late first tokens.
 
 Each router reports what it has observed itself, and the operator adds up the reports of all
 routers. A report also contains values that are the same for all routers, because the engines report

@@ -14,7 +14,7 @@ from ullage_router.tenants.account import Account
 
 
 class Billing(Protocol):
-    """Protocol for the ways to charge a session's identical requests to the tenant's quota."""
+    """Protocol for charging a session's identical requests to the tenant's quota."""
 
     @property
     def num_active(self) -> int:
@@ -106,11 +106,12 @@ class AdvanceBilling:
 
 
 class DeferredBilling:
-    """Charges a request that continues an earlier ticket's answer only when the request ends.
+    """Billing for a request that continues the answer of an earlier ticket.
 
-    If the ticket's engine was lost, the request is free, because the earlier ticket has paid for
-    it. Whether the engine was really lost is known only when the request ends. Until then, the
-    request counts only against the limit on concurrent requests.
+    The request is charged only when it ends. If the ticket's engine was lost, the request is free,
+    because the earlier ticket has paid for it. Whether the engine was really lost is known only
+    when the request ends. Until then, the request counts only against the limit on concurrent
+    requests.
 
     Args:
         was_paid: returns whether the first ticket paid. It is called when the request ends.

@@ -109,7 +109,10 @@ def _read(path: Path) -> Digests:
 
 
 def _duplicates(digests: Mapping[str, Digests]) -> list[str]:
-    """Return a message for each key that two tenants share. The first tenant by name keeps it."""
+    """Return a message for each key that two tenants share.
+
+    The key belongs to the tenant whose name sorts first.
+    """
     owners: dict[bytes, str] = {}
     problems = []
     for tenant in sorted(digests):

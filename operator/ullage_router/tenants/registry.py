@@ -23,7 +23,7 @@ class Tenants:
 
     Args:
         section: the configured tenants, or None if all clients have all permissions.
-        metrics: the metrics by tenant. Tenants without a label of their own share one label.
+        metrics: the metrics, labelled by tenant. Tenants without a label of their own share one.
     """
 
     def __init__(self, section: TenantsSection | None, metrics: TenantMetrics | None) -> None:

@@ -1,4 +1,4 @@
-"""A tenant's session, which checks permissions and charges the quota for identical requests."""
+"""A tenant's session, which checks permissions and charges identical requests to the quota."""
 
 import hashlib
 import math
@@ -38,7 +38,9 @@ class TenantSession:
         return TenantSession(self._account, self._metrics)
 
     def prepay(self, was_paid: Callable[[], bool]) -> None:
-        """Charge the session's requests when they end, unless an earlier ticket has paid for them.
+        """Charge the session's requests only when they end, instead of in advance.
+
+        The requests are free if an earlier ticket has paid for them.
 
         Args:
             was_paid: returns whether a ticket has paid. It is called when the requests end.

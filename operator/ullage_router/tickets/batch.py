@@ -3,8 +3,8 @@
 Batches follow the same rules as other requests. If a request fits unmodified in the pool where it
 normally runs, the decision considers only a few sampled engines. Otherwise, it considers all
 engines. Later decisions in the batch account for the requests that have already been placed.
-Identical requests may be placed together if separate decisions could also have placed each of them
-in the same way.
+Identical requests may be placed together, but only if placing them one by one could have had the
+same result.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -101,9 +101,9 @@ class PickBatch:
                 group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
-        """Return how many of `count` identical requests to place with each decision.
+        """Return the maximum number of `count` identical requests to place with one decision.
 
-        Dividing them up in this way spreads the requests across the engines.
+        Placing them in several groups spreads the requests across the engines.
         """
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())

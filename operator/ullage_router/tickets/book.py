@@ -58,8 +58,8 @@ class OpenTickets:
     """Keeps all tickets with uses that have neither ended nor expired.
 
     Args:
-        ticket_s: Seconds until engines no longer accept a ticket, and until their reports include
-            all requests that used the ticket.
+        ticket_s: Seconds after which engines no longer accept a ticket, and their reports include
+            all requests that used it.
         request_s: Maximum duration of a request, in seconds.
         clock: Returns monotonic time in seconds.
     """
@@ -79,7 +79,7 @@ class OpenTickets:
         """Number of ticket uses by outcome: placed, ended or expired."""
 
     def open_of(self, holder: str) -> int:
-        """Return the number of open ticket uses of a caller that does not pay."""
+        """Return how many open ticket uses a non-paying caller has."""
         return self._open_by_holder[holder]
 
     def add(
@@ -97,7 +97,7 @@ class OpenTickets:
             engine: the engine on which the uses are placed.
             credits: the reserved memory of each use.
             charge: the price of each use, or None if there are no tenants.
-            holder: the caller that does not pay (empty if the caller pays).
+            holder: name of the non-paying caller (empty if the caller pays).
         """
         until = self._clock() + self._ticket_s
         self._fresh[number] = _OpenTicket(engine, credits, charge, until, holder)
@@ -125,7 +125,7 @@ class OpenTickets:
     def sweep(self) -> None:
         """Free the reservations of expired ticket uses.
 
-        If a ticket was used at all, the engine's own reports include its requests by now.
+        By the time a ticket expires, the engine's own reports include all requests that used it.
         """
         now = self._clock()
         freed = _Freed()

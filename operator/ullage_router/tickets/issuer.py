@@ -112,7 +112,7 @@ class _PendingPick:
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
 
     def leave(self, error: ServiceError) -> None:
-        """Refund the quota of the remaining requests, because this error refuses all of them."""
+        """Refund the quota of the remaining requests, all of which are refused with this error."""
         if self.session:
             status = errors.http_status(error)
             entered = self.entered or 1

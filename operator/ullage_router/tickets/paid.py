@@ -76,7 +76,7 @@ class PaidTickets:
         return claims
 
     def on_resumed(self, claims: Claims) -> None:
-        """Record that an answer that the ticket paid for was resumed once more."""
+        """Count one more resumption of an answer that the ticket paid for."""
         self._resumed.add(claims.id, self._until(claims))
 
     def was_lost(self, claims: Claims) -> bool:

@@ -2,11 +2,11 @@
 
 /console               the page, with console.css and console.js below it
 /console/events        server-sent events:
-    state                  /stats without its records, immediately and then every second
+    state                  /stats without the records, sent immediately and then every second
     decisions              records of requests that ended since the last event, oldest first. The
                            first event has the latest records
-/console/overload      sends many requests at once, only for a service on this machine
-/v1/chat/completions   for the page's chat, on a port that has no API
+/console/overload      sends many requests at once, available only for a service on this machine
+/v1/chat/completions   for the chat on the page, on a port that does not serve the API
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class RecordBuffer:
         self._pending.append(record)
 
     def take(self) -> dict[str, object] | None:
-        """Remove and return all records as the data of one event, or None if there are none."""
+        """Remove all records, and return them as one event's data, or None if there are none."""
         if not self._pending:
             return None
         taken = {

@@ -1,4 +1,4 @@
 """OpenAI's API: request bodies, answers, server-sent events, and errors in OpenAI's envelope.
 
-The package depends on the pipeline's calls and answers. It depends on neither sockets nor engines.
+The package uses the pipeline's calls and answers, but does not depend on sockets or engines.
 """

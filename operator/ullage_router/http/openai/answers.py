@@ -1,7 +1,7 @@
 """The bodies of OpenAI's responses, as typed structures for the OpenAPI document.
 
 `responses.py` and `embeddings.py` write responses without using these structures. Tests parse real
-responses into these structures, which reveals any field that only one of the two has.
+responses into these structures, to detect fields that are missing from either.
 """
 
 from typing import Literal

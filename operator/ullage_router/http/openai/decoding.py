@@ -170,9 +170,9 @@ def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _
 
 
 def _is_half_pair(text: str, body: bytes) -> bool:
-    """Return whether a msgspec error is about half of an escaped surrogate pair.
+    """Return whether a msgspec error was caused by half of an escaped surrogate pair.
 
-    If the half is at the end of the body, msgspec reports truncated JSON.
+    If this half is at the end of the body, msgspec reports truncated JSON.
 
     Args:
         text: The message of msgspec's error.
@@ -221,7 +221,7 @@ def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
 
     Returns:
         One array for a list of token ids, or several arrays for a list of lists. None if the JSON
-        is short, has another form, or has an error that the full decoder will report.
+        is short, is neither kind of list, or has an error that the full decoder will report.
 
     Raises:
         ServiceError: There are more token ids than a prompt may have.

@@ -71,7 +71,7 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
 
 
 def error_headers(error: ServiceError) -> Headers:
-    """Return `retry-after` if a retry helps, or `x-should-retry: false` if it would do harm."""
+    """Return `retry-after` if a retry helps, or `x-should-retry: false` if a retry does harm."""
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:

@@ -161,7 +161,7 @@ def _is_token(key: str) -> bool:
 
 
 def _samples(common: Common) -> inference_pb2.Samples | None:
-    """Return the body's settings for several answers or beam search, or None if it has neither.
+    """Return the settings for several answers or beam search, or None if neither is requested.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.
@@ -251,7 +251,10 @@ def _json_object() -> Grammar:
 
 
 def _from_schema(field: str, raw: msgspec.Raw) -> Grammar | None:
-    """Return the grammar of a JSON Schema, given as JSON or as a JSON string, or None for null."""
+    """Return the grammar for a JSON Schema, or None if the schema is null.
+
+    The schema may be JSON, or a JSON string that contains it.
+    """
     try:
         text = bytes(raw).decode()
     except UnicodeDecodeError as error:

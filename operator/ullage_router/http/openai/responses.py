@@ -8,7 +8,7 @@
     an engine was lost    "length"    ENGINE_LOST or ENGINE_SILENT, if no engine could resume the
                                       answer in time
 
-An engine that resumes another engine's answer may compute a different text. In that case, a stream
+An engine that resumes another engine's answer may produce different text. In that case, a stream
 has a comment at its end and a field in the usage chunk, and a complete response has the header
 x-ullage-resumed-inexact.
 """
@@ -107,7 +107,7 @@ class Format(Protocol):
 
 
 class ChatFormat:
-    """The format of /v1/chat/completions: `chat.completion` and its chunks."""
+    """Formats responses of /v1/chat/completions, complete (`chat.completion`) or in chunks."""
 
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options
@@ -170,7 +170,7 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """The format of /v1/completions: `text_completion`, complete or in chunks."""
+    """Formats responses of /v1/completions (`text_completion`), complete or in chunks."""
 
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options

@@ -103,13 +103,13 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
-    """The function that the answer must call."""
+    """The function that the model must call."""
 
     name: str
 
 
 class NamedTool(msgspec.Struct, frozen=True):
-    """A tool that the answer must call."""
+    """A tool that the model must call."""
 
     type: str
     function: NamedFunction | None = None
@@ -159,7 +159,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that would change the answer but that the service does not support."""
+    """Fields that would change the answer but are not supported by the service."""
 
     NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
         "suffix": ("",),

@@ -62,9 +62,9 @@ def sse_event(data: bytes) -> bytes:
 
 
 def _comment(finished: Finished) -> bytes:
-    """Return the final comment of an inexactly resumed stream (empty for other streams).
+    """Return the final comment if the answer was resumed inexactly (empty for other answers).
 
-    Such a stream was resumed by an engine that may have computed a different text.
+    An engine that resumed such an answer may have produced different text.
     """
     return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
 

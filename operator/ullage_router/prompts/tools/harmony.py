@@ -81,7 +81,7 @@ class HarmonyReader:
         return True
 
     def _opened(self, header: str, pieces: list[Piece]) -> MakePiece:
-        """Return the piece type of a header's body, and start a call if the header names a tool."""
+        """Return the type of the body's pieces, and start a call if the header names a tool."""
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
         if recipient and recipient[1] in self._names:

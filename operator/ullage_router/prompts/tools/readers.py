@@ -1,4 +1,4 @@
-"""Readers of answers that may contain tool calls, one for each way in which models write calls.
+"""Readers of answers that may contain tool calls, one for each way of writing calls.
 
 `TaggedReader` is for calls between two tags, `WholeReader` for an answer that consists entirely of
 calls, and `ForcedReader` for a call that a grammar enforces. The reader for the format of gpt-oss

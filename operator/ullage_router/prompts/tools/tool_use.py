@@ -49,7 +49,7 @@ class ToolUse:
             request.grammar.json_schema = self.forced.json_schema
 
     def explain(self, error: ServiceError) -> ServiceError:
-        """Turn an error about the grammar into one about the tools, if they define the grammar.
+        """Turn an error about the grammar into one about the tools if the tools define the grammar.
 
         Other errors are returned unchanged.
         """
