@@ -69,7 +69,7 @@ class ClusterUnavailable(Temporary):
 
 
 class ClusterDenied(ClusterUnavailable):
-    """The operator's account lacks the permission for `verb`, for example patch."""
+    """The operator's account lacks permission for the verb `verb`, for example patch."""
 
     def __init__(self, message: str, verb: str, delay_s: float) -> None:
         super().__init__(message, delay_s)

@@ -134,7 +134,7 @@ def group_pool(pool: str) -> str:
 
 
 def stable_pool(pool: str) -> str:
-    """Return a pool's name in the spec, given the name of the pool, its followers or canary."""
+    """Return a pool's name in the spec by removing the suffixes of canaries and followers."""
     return pool.removesuffix(_GROUP).removesuffix(_CANARY)
 
 
@@ -143,7 +143,7 @@ def is_canary_pool(pool: str) -> bool:
 
 
 def leaders_name(group: str) -> str:
-    """Return the name of the leaders' StatefulSet, given that of their followers."""
+    """Return the name of the leaders' StatefulSet, given the name of the followers' StatefulSet."""
     return group.removesuffix(_GROUP)
 
 

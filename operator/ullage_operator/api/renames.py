@@ -1,7 +1,7 @@
 """Converts documents written for version 0.1.0, in which fields had other names or formats.
 
-Manifests, the specs that operators keep, and engine releases are all structured like a spec, so one
-table of renames converts all of them.
+Manifests, the specs that the operator saves, and engine releases all have the structure of a spec,
+so one table of renames converts all of them.
 """
 
 import copy
@@ -49,7 +49,7 @@ def _seconds(value: Any) -> Any:
 
 
 def _method(value: Any) -> Any:
-    """Replace `model`, a summary method of 0.1.0, with `Extractive`. Others stay unchanged."""
+    """Replace the 0.1.0 summary method `model` with `Extractive`, and keep any other value."""
     return "Extractive" if value in ("model", "Model") else value
 
 
@@ -157,7 +157,7 @@ _MOVED = frozenset(rename for rename in RENAMES if rename.new.startswith("podTem
 
 
 def remedy(path: str, value: Any) -> str:
-    """Return a hint on what replaces a field of 0.1.0 (empty for all other fields).
+    """Return a hint about how to replace a 0.1.0 field (empty for all other fields).
 
     Args:
         path: the field's path, starting with `spec`.
@@ -204,8 +204,8 @@ def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 def _round(section: dict[str, Any], name: str, rename: Rename) -> str:
     """Round a fraction to a whole percent in place, and describe the change.
 
-    A field that was dropped or has a new value is only described. The result is empty if nothing
-    changes.
+    A field that was dropped, or whose value is replaced, is described but not modified. The
+    result is empty if nothing changes.
     """
     value = section[name]
     if not rename.new:
@@ -239,9 +239,9 @@ def upgraded(
     """Convert a 0.1.0 spec to the current names and formats. A current spec stays unchanged.
 
     Args:
-        definition: the schema of a spec, by which enum words and decimals are converted to the
-            API's notation. With None, they keep the notation of configuration files, which the
-            operator also uses in kept specs and releases.
+        definition: the schema of a spec, used to convert enum words and decimals to the API's
+            notation. If it is None, they keep the notation of configuration files, which the
+            operator also uses in releases and in the specs that it saves.
     """
     result = copy.deepcopy(dict(spec))
     for rename in RENAMES:
@@ -257,13 +257,13 @@ def upgraded(
 
 
 class _Items(dict[str, Any]):
-    """Items of a list in managedFields, by index, or by merge key if the index is unknown."""
+    """List items from managedFields, keyed by index, or by merge key if the index is unknown."""
 
 
 def _sections(
     value: Any, steps: Sequence[str], path: str = "spec"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every object in a spec that matches a path with wildcards, and its actual path."""
+    """Yield the actual path and value of every object in a spec that matches a wildcard path."""
     if not steps:
         if isinstance(value, dict):
             yield path, value
@@ -389,7 +389,7 @@ def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tree: Any, live: Any) -> Any:
-    """Convert a fieldsV1 tree to nested fields, without the prefixes of its keys.
+    """Convert a fieldsV1 tree to nested fields, and remove the prefixes of its keys.
 
     Args:
         live: the corresponding value of the live object. The tree identifies list items only by

@@ -174,8 +174,8 @@ _TYPES: Mapping[str, type] = {
 def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     """Yield a problem for each value that has a wrong type or exceeds the schema's bounds.
 
-    The operator makes only some of an API server's checks. An older CRD may have accepted values
-    that are invalid now, and such values must not prevent the operator from applying the rest of
+    The operator performs only some of an API server's checks, because values that an older CRD
+    accepted may be invalid now. Such values must not prevent the operator from applying the rest of
     the spec.
     """
     kind = schema.get("type", "")

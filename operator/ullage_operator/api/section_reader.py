@@ -88,8 +88,8 @@ def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
 def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
     """Convert an enum word of the API to the spelling that configuration files use.
 
-    A word that is already spelled this way is returned unchanged, because releases and kept specs
-    use this spelling.
+    A word that is already spelled this way is returned unchanged, because releases and the specs
+    that the operator saves use this spelling.
     """
     return words.get(value, value) if isinstance(value, str) else value
 

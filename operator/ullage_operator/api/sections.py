@@ -95,7 +95,7 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
-    """The remote KV tier: KV of the pool's other engines, found via the pool's Service."""
+    """The remote KV tier: KV of the pool's other engines, which are found via its Service."""
 
     deadline: Seconds
     copy: bool

@@ -34,7 +34,10 @@ def _status(name: str, reports: Reports) -> dict[str, Any]:
 
 
 def adapters_condition(names: Sequence[str], reports: Reports) -> list[Condition]:
-    """Return the AdaptersReady condition (none without adapters, or if all engines are asleep)."""
+    """Return the AdaptersReady condition, or an empty list if it does not apply.
+
+    It does not apply if the service has no adapters, or if all engines are asleep.
+    """
     if not names or not reports:
         return []
     failed: list[str] = []

@@ -7,8 +7,8 @@ Available    at least one router and one engine are serving
 Progressing  a change is being rolled out, or new pods are starting
 Degraded     there is a problem that may not resolve on its own
 
-A service that serves stays Ready while it rolls out, scales or lacks one of several replicas. The
-Progressing and Degraded conditions report these states.
+As long as a service is serving, it stays Ready during rollouts and scaling, and while one of
+several replicas is missing. The Progressing and Degraded conditions report these states.
 
 Three conditions exist only for some services:
 
@@ -139,10 +139,10 @@ def available_condition(router: Workload, pools: Sequence[Workload]) -> Conditio
 def progressing_condition(
     workloads: Sequence[Workload], change: Condition | None = None, was_progressing: bool = True
 ) -> Condition:
-    """Return the Progressing condition from the state of a service's workloads.
+    """Return the Progressing condition, derived from the state of a service's workloads.
 
-    A change is complete once its pods have been ready. If a pod fails later, the condition does not
-    become True again.
+    A change is complete once its pods have become ready. If a pod fails later, the condition does
+    not return to True.
     """
     rolling = [workload.name for workload in workloads if not workload.settled]
     if change and (change.holds or not rolling):
@@ -273,7 +273,7 @@ def unlisted_kinds(unlisted: Sequence[str]) -> list[Condition]:
 
 
 def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
-    """Return the DefinitionOutdated condition (none if the CRD has defaults for all fields)."""
+    """Return the DefinitionOutdated condition (empty if the CRD has defaults for all fields)."""
     if not undefined:
         return []
     others = len(undefined) - _MAX_FIELDS
@@ -286,7 +286,7 @@ def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
 
 
 def contested(challenger: str) -> list[Condition]:
-    """Return the Contested condition (none unless a second operator watches the service)."""
+    """Return the Contested condition (empty unless a second operator watches the service)."""
     if not challenger:
         return []
     message = (

@@ -28,7 +28,7 @@ class EngineNumerics:
 
 
 def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Condition]:
-    """Return the EnginesConsistent condition (none before an engine has reported a fingerprint).
+    """Return the EnginesConsistent condition (empty until an engine reports a fingerprint).
 
     Args:
         engines: the engines, by pod name.
@@ -56,5 +56,5 @@ def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Conditi
 
 
 def _differing(groups: Iterable[Mapping[str, Fingerprint]]) -> str:
-    """Describe how fingerprints within the same group differ (empty if every group agrees)."""
+    """Describe how fingerprints differ within each group (empty if no group has differences)."""
     return "; ".join(filter(None, (describe(differences(group)) for group in groups)))

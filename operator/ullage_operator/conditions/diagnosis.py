@@ -85,7 +85,7 @@ def _on_lost_node(pod: Pod, lost_nodes: frozenset[str]) -> PodProblem | None:
 
 
 def diagnose_pod(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the problem that best explains why a pod is not serving, or None without a problem.
+    """Return the problem that best explains why a pod is not serving, or None if there is none.
 
     A pod that is serving, starting or terminating normally has no problem.
     """
@@ -137,7 +137,7 @@ def _looping(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def _refused(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the problem of an engine or router whose error no restart can fix, or None."""
+    """Return the problem of an engine or router whose error a restart cannot fix, or None."""
     if is_ready(pod):
         return None
     for container in container_statuses(pod):
@@ -151,7 +151,7 @@ def _refused(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def stable_in_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds until a pod that is ready again after crashes counts as stable.
+    """Return the seconds until a pod that became ready again after crashing counts as stable.
 
     The result is None for any other pod.
     """
@@ -193,7 +193,7 @@ def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
 
 
 def _last_words(ended: Mapping[str, Any]) -> str:
-    """Return the last error line of a container's termination message, or the message's end."""
+    """Return a termination message's last error line, or the message's end if it has none."""
     message = (ended.get("message") or "").strip()
     errors = [line for line in message.splitlines() if line.startswith("error: ")]
     return str(errors[-1] if errors else message)[-1024:]
@@ -233,14 +233,17 @@ def _creating(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def is_unmounted(pod: Pod, now: datetime) -> bool:
-    """Return whether a pod has waited for volumes or network so long that its Events are needed."""
+    """Return whether a pod has waited at least `MOUNTING_S` for its volumes or its network.
+
+    Its Events are then needed to explain the delay.
+    """
     return _is_mounting(pod) and age_s(pod, now) >= MOUNTING_S
 
 
 def unmounted_recheck_s(pod: Pod, now: datetime) -> float | None:
     """Return the seconds until a pod's Events should be read.
 
-    The result is None for a pod that does not wait for volumes or its network.
+    The result is None for a pod that is not waiting for its volumes or its network.
     """
     if not _is_mounting(pod):
         return None

@@ -18,7 +18,7 @@ A webhook that is restarting is usually available again within this time.
 
 
 class WorkloadPods(NamedTuple):
-    """A live Deployment or StatefulSet with the number of its pods."""
+    """A live Deployment or StatefulSet, and its number of pods."""
 
     live: Mapping[str, Any]
     pods: int
@@ -107,7 +107,7 @@ def _message(workload: WorkloadPods, warnings: Warnings) -> str:
 
 
 def _failure(live: Mapping[str, Any]) -> str:
-    """Return why a Deployment's controller could not create a pod (empty without a failure)."""
+    """Return why a Deployment's controller could not create a pod (empty if it did not fail)."""
     listed = live.get("status", {}).get("conditions", ())
     failed = (each for each in listed if each["type"] == "ReplicaFailure")
     return next((each.get("message", "") for each in failed if each["status"] == "True"), "")

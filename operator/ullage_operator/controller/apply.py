@@ -261,7 +261,10 @@ class Applier:
         _logger.info("%s: applied %s", key, object_name(desired))
 
     async def _create(self, manifest: Object, desired: Object) -> Object:
-        """Create an object that the cache lacks, or update it if the service already has it."""
+        """Create an object that is missing from the cache, or update it if it exists after all.
+
+        An existing object must belong to the service.
+        """
         try:
             return await self._cluster.create(desired)
         except ClusterConflict:

@@ -232,6 +232,9 @@ class Autoscaler(Generic[Key]):
 
 
 def _sizes_and_problem(decisions: ScalingDecisions) -> tuple[object, ...]:
-    """Return the pool sizes and any measurement problem. Changes to them cause a reconciliation."""
+    """Return the parts of the decisions that trigger a reconciliation when they change.
+
+    These are the pool sizes and any measurement problem.
+    """
     sizes = {pool: each.replicas for pool, each in decisions.pools.items()}
     return sizes, decisions.problem

@@ -192,7 +192,7 @@ class HeadroomStreams(Generic[Key]):
         self._report_if_due(key)
 
     def _report_if_due(self, key: Key) -> None:
-        """Publish changed memory pressure, but at most once per `status_interval_s`."""
+        """Publish the memory pressure if it has changed, at most once per `status_interval_s`."""
         reported_at, reported = self._reported.get(key, (-self._times.status_interval_s, {}))
         current = self._current(key)
         if key in self._timers or reported == current:

@@ -1,4 +1,4 @@
-"""Gathers the observations of a service from the cache."""
+"""Collects the observed state of a service from the cache."""
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -17,7 +17,7 @@ Object = dict[str, Any]
 
 
 def observe(cache: Cache, service: Object) -> Observed:
-    """Return a service's observations from the cache. Callers add measurements to them."""
+    """Return a service's observed state from the cache, to which callers add measurements."""
     key = ServiceKey(service["metadata"]["namespace"], service["metadata"]["name"])
     owned = [obj for obj in cache.owned(key) if belongs(obj, service)]
     optional = [kind for kind in OWNED if kind.optional]

@@ -207,7 +207,7 @@ class Reconciler:
     async def _leave_to_other(
         self, key: ServiceKey, manifest: Object, turn: ServingTurn
     ) -> tuple[str, float]:
-        """Leave a service to the operator named in its status, and check whether it is alive."""
+        """Leave a service to the operator named in its status, and check if that one is alive."""
         status = manifest.get("status", {})
         holder = holder_of(status)
         self._stop_serving(key)
@@ -234,7 +234,7 @@ class Reconciler:
         return "yielded", ASK_AGAIN_S if turn is ServingTurn.YIELD else ANSWER_S
 
     def _with_challenger(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Add to `observed` the name of another operator that recently queried this one."""
+        """Return `observed` with the name of any operator that recently queried this one."""
         now_s = time.monotonic()
         if name := challenger_of(observed.status):
             if key not in self._challengers:
@@ -247,7 +247,7 @@ class Reconciler:
         return dataclasses.replace(observed, challenger=question.holder if question else "")
 
     async def _with_canary_samples(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Add the routers' request counts to `observed` while a canary receives requests."""
+        """Return `observed` with the routers' request counts if a canary receives requests."""
         if not is_canary_running(observe_rollout(observed).stored_state):
             return observed
         answers = await self._router_client.canary_samples(key, observed.pods)
@@ -256,7 +256,7 @@ class Reconciler:
         )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
-        """Add to `observed` the pools with silent engines that no router can reach either."""
+        """Return `observed` with the pools of silent engines that no router can reach either."""
         pools = silent_pools(observed.engine_health.values(), service.spec.healing.silent_after)
         if not pools:
             return observed
@@ -266,7 +266,7 @@ class Reconciler:
         return dataclasses.replace(observed, unreachable_pools=unreachable)
 
     async def _with_fetch_progress(self, observed: Observed) -> Observed:
-        """Add to `observed` the progress of running Jobs that download models."""
+        """Return `observed` with the progress of running Jobs that download models."""
         if not observed.fetches.pods:
             return observed
         progress = await self._router_client.fetch_progress(observed.fetches.pods)
@@ -276,7 +276,7 @@ class Reconciler:
     async def _with_warnings(
         self, key: ServiceKey, service: Service, observed: Observed
     ) -> Observed:
-        """Add to `observed` the Events about pods that do not start."""
+        """Return `observed` with the Events about pods that do not start."""
         warnings = {}
         missing_rights = observed.missing_rights
         try:
@@ -331,7 +331,7 @@ class Reconciler:
         )
 
     def _plan(self, key: ServiceKey, stands: Standing, observed: Observed) -> ServicePlan:
-        """Plan a service as the rollout queue allows, and record its rollout in the queue.
+        """Plan a service within the limits of the rollout queue, and record its rollout there.
 
         There is no `await` between asking the queue and recording the rollout, so two services
         cannot claim the same slot in the queue.
@@ -361,7 +361,7 @@ class Reconciler:
             yield key, (self._cache.service(key) or {}).get("status", {})
 
     def _with_result(self, manifest: Object, observed: Observed, applied: ApplyResult) -> Observed:
-        """Add to `observed` the errors of the writes, and the objects that were just written."""
+        """Return `observed` with the write errors and the objects that were just written."""
         return dataclasses.replace(
             observed,
             objects=observe(self._cache, manifest).objects,
@@ -370,7 +370,7 @@ class Reconciler:
         )
 
     def _with_replicas(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
-        """Add to `observed` the autoscaler's decisions about the numbers of engines."""
+        """Return `observed` with the autoscaler's decisions about the number of engines."""
         policies = own_policies(service)
         routers, leaving = router_addresses(observed.pods if policies else ())
         scaled = ScaledService(policies, routers, leaving)

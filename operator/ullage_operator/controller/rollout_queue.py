@@ -1,4 +1,4 @@
-"""Limits how many rollouts run at the same time because of a change to the operator itself.
+"""Limits how many services roll out at the same time after a change to the operator itself.
 
 A new default image creates a new revision of every service that does not set an image. If all
 services rolled out at once, each would need additional GPUs, and a bad image would reach all of
@@ -66,7 +66,7 @@ class RolloutQueue:
         return len(self._rolling - {key}) < self._max_rollouts
 
     def may_yield(self, key: ServiceKey) -> bool:
-        """Return whether the resources that a service's old pods free would go to its own next pod.
+        """Return whether a service's next pod would get the resources that its old pods free.
 
         This is true while no engine of another service is unschedulable. If several edited services
         wait for resources at the same time, the first by name takes precedence.
@@ -91,10 +91,10 @@ class RolloutQueue:
         Args:
             key: the service.
             progress: the progress of its rollout.
-            router_waits: whether the operator's new router pod template waits for the service's
-                turn.
+            router_waits: whether the service must wait for its turn to roll out the operator's new
+                router pod template.
             router_rolls: whether routers are being replaced.
-            seeks_room: whether pods of its canary, or of the engines after its promotion, have no
+            seeks_room: whether a pod of its canary, or an engine pod after the promotion, has no
                 node yet.
             lacks_room: whether one of the service's engines is unschedulable.
         """

@@ -40,7 +40,10 @@ class RouterSamples:
 
 
 class RouterClient:
-    """Reads request counts and load reports from all services' routers, with a short cache."""
+    """Reads request counts and load reports from the routers of all services.
+
+    Request counts are cached briefly.
+    """
 
     def __init__(self) -> None:
         self._http = PodHttp()
@@ -74,7 +77,7 @@ class RouterClient:
         return answers
 
     async def fetch_progress(self, pods: Iterable[Pod]) -> dict[str, dict[str, Any]]:
-        """Return the download progress of running model-fetching pods, by Job name."""
+        """Return the download progress of all running pods that fetch models, by Job name."""
         urls = {_job_of(pod): url for pod in running(pods) if (url := _progress_url(pod))}
         pages = await asyncio.gather(*map(self._ask, urls.values()))
         return {job: parse_progress(page) for job, page in zip(urls, pages, strict=True) if page}
@@ -84,9 +87,9 @@ class RouterClient:
     ) -> frozenset[str]:
         """Return the pools in which no router can reach a ready engine.
 
-        Unready routers are queried too, because a router without engines is unready. They need not
-        respond. If the answer is uncertain, the result is empty. This is the case if a router has
-        just started and may not have discovered the engines yet, if a ready router does not
+        Unready routers are queried too, because a router without engines is unready, but they need
+        not respond. The result is empty if the answer is uncertain. This is the case if a router
+        has just started and may not have discovered the engines yet, if a ready router does not
         respond, or if no router responds.
 
         Args:
@@ -169,7 +172,7 @@ def _job_of(pod: Pod) -> str:
 
 
 def _progress_url(pod: Pod) -> str:
-    """Return the progress URL of a pod that fetches a model (empty without an address)."""
+    """Return the progress URL of a pod that fetches a model (empty if it has no address)."""
     address = pod.get("status", {}).get("podIP", "")
     return f"http://{joined(address, _port(pod, 'probe', naming.PROBE_PORT))}/progress" * bool(
         address
@@ -179,7 +182,7 @@ def _progress_url(pod: Pod) -> str:
 def router_addresses(
     pods: Iterable[Mapping[str, Any]],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the URLs (`http://host:port`) of running routers and of terminating routers."""
+    """Return the URLs (`http://host:port`) of running and, separately, of terminating routers."""
     staying: set[str] = set()
     leaving: set[str] = set()
     for pod in running(pods):

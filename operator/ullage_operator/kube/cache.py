@@ -87,7 +87,7 @@ class _Collection:
     """Resource versions at which objects have been deleted since the last sweep."""
 
     def is_outdated(self, name: Name, version: int) -> bool:
-        """Return whether a version is outdated: the cache has it or a newer one, or a deletion."""
+        """Return whether the cache already reflects this version, a newer one, or its deletion."""
         if name in self.objects:
             return version <= version_of(self.objects[name])
         if version <= self.deleted.get(name, -1):
@@ -236,7 +236,7 @@ class Cache:
         return [key for key in self._by_service if self.service(key) is not None]
 
     def owned(self, key: ServiceKey) -> list[Object]:
-        """Return the objects with the service's and the operator's labels, whoever owns them."""
+        """Return the objects with the service's and the operator's labels, regardless of owner."""
         objects = self._by_service.get(key, {})
         return [obj for (kind, _), obj in objects.items() if kind not in (SERVICE, POD)]
 
@@ -360,7 +360,7 @@ class Cache:
 
 
 def key_of(kind: Kind, obj: Object) -> ServiceKey:
-    """Return the key of a service object, or of the service that an object's label names.
+    """Return a service's own key, or the key of the service that another object's label names.
 
     For an LLMServiceBase, the name in the key is empty.
     """

@@ -61,7 +61,10 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return the request timeout as the time left for writing, for use without leader election."""
+    """Return the seconds for which a process without leader election may still write.
+
+    The result is the request timeout, so that writes have no stricter limit than other requests.
+    """
     return _REQUEST_S
 
 
@@ -177,7 +180,7 @@ class Cluster:
             raise ClusterUnavailable(f"{kind.qualified}: not a list: {error}") from error
 
     async def apply(self, obj: Object) -> Object:
-        """Write the operator's fields of an object by server-side apply.
+        """Write the operator-owned fields of an object with server-side apply.
 
         The apply is forced, because the operator owns these fields. Fields of other managers are
         not touched. If nothing changes, the API server skips the write and the resourceVersion

@@ -1,12 +1,12 @@
-"""Keeps the cache equal to the cluster: kopf lists and watches, and sweeps find deleted objects.
+"""Keeps the cache in sync with the cluster: kopf lists and watches, and sweeps find deletions.
 
 Each kind in each namespace is watched by its own kopf operator, whose handler (`on.event`) feeds
-the cache. A kind that is denied, absent or failing therefore does not affect others. This module
-adds to kopf:
+the cache. A kind that is denied, absent or failing therefore does not affect the other kinds. This
+module extends kopf in three ways:
 
 * A watch that ends for any reason is restarted, with a backoff while it fails.
-* A list after a gap in the history shows which objects exist, but not which were deleted. A sweep
-  therefore compares names, after each list and at intervals.
+* After a gap in the history, a list shows which objects exist, but not which were deleted. A sweep
+  therefore compares names after each list and at intervals.
 * A watch that dies silently is detected, because events, bookmarks and requests stop, or because a
   sweep lists objects that no event delivers.
 """

@@ -37,7 +37,10 @@ def own_identity() -> str:
 
 
 def boot_s() -> float:
-    """Return the seconds since boot, including suspended time, during which Leases age, too."""
+    """Return the seconds since boot, including time during which the machine was suspended.
+
+    Leases age during that time, too.
+    """
     # Only Linux has this clock. On other systems an operator runs only for development.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 

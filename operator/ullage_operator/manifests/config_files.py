@@ -108,7 +108,8 @@ def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySec
 
     The peers of an engine are the other engines of its pool, which run the same model. Engines
     discover their peers through the pool's headless Service. If the spec does not set the size of
-    the host tier, it is left out, because only the engine can measure how much memory is free.
+    the host tier, the configuration omits it, because only the engine can measure how much memory
+    is free.
     """
     tiers = pool.memory.tiers
     remote = None

@@ -27,9 +27,10 @@ AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
-    """Return the USER variable for a UID that may have no account in the image, or else nothing.
+    """Return the USER variable if the pods' UID may have no account in the image.
 
-    torch and Triton use the user name in paths.
+    The result is empty otherwise, or if the pod template already sets USER. torch and Triton use
+    the user name in paths.
     """
     is_known = service.spec.security_context.run_as_user == USER or not settings.on_kubernetes
     if is_known or "USER" in given_env(pool):
@@ -65,10 +66,10 @@ def group_env(pool: PoolSpec) -> list[Manifest]:
 
 
 def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
-    """Return the environment variables for the AWS SDKs with which engines read buckets.
+    """Return the environment variables of the AWS SDKs that engines use to read buckets.
 
-    Variables of the pod template take precedence. If the pod template sets any of the credential's
-    variables, the operator sets none of them, so that keys of two credentials are never mixed.
+    Variables of the pod template take precedence. If the pod template sets any credential variable
+    (`AWS_KEYS`), the operator sets none of them, so that keys of two credentials are never mixed.
     """
     spec = service.spec
     if spec.s3 is None and not spec.model.source.startswith("s3://"):
@@ -92,7 +93,7 @@ def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
 
 
 def s3_store(service: Service, pool: PoolSpec) -> str:
-    """Return a digest of the endpoint or region of the bucket with the model.
+    """Return a digest of the endpoint or region of the model's bucket.
 
     The digest is empty for AWS without a region and for models that are not in a bucket. It is a
     hash instead of plain text, because the endpoint may come from a Secret.

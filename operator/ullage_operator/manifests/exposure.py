@@ -31,7 +31,7 @@ def exposure_objects(service: Service, serves: Collection[str]) -> list[Manifest
 
 
 def http_route(service: Service) -> Manifest:
-    """Return the HTTPRoute from the Gateways to the routers' HTTP port."""
+    """Return the HTTPRoute that connects the Gateways to the routers' HTTP port."""
     gateway = service.spec.router.gateway
     assert gateway is not None
     name = naming.router_name(service.name)
@@ -68,7 +68,7 @@ def router_scaler(service: Service, scaling: RouterAutoscaling) -> Manifest:
 def route_condition(
     service: Service, serves: Collection[str], route: Mapping[str, Any] | None
 ) -> list[Condition]:
-    """Return the RouteAccepted condition (none for a service without Gateways).
+    """Return the RouteAccepted condition (empty for a service without Gateways).
 
     Args:
         route: the live HTTPRoute, or None if it does not exist yet.

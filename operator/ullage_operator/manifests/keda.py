@@ -29,7 +29,7 @@ _NEVER = "1000000"
 def scaler_objects(
     service: Service, pool_name: str, pool: PoolSpec, serves: Collection[str]
 ) -> list[Manifest]:
-    """Return the ScaledObject of a pool (none unless KEDA scales it)."""
+    """Return the ScaledObject of a pool (empty unless KEDA scales the pool)."""
     scaling = autoscaling_of(pool)
     if scaling is None:
         return []

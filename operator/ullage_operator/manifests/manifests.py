@@ -37,10 +37,10 @@ contain.
 def router_objects(
     service: Service, settings: Settings, rollout_file: str, accepts_plaintext: bool = False
 ) -> list[Manifest]:
-    """Return the routers' Deployment and the objects that belong to it, in the order to apply.
+    """Return the routers' Deployment and its related objects, in the order to apply them.
 
     Args:
-        rollout_file: the text of the file that running routers reload. A change of the file does
+        rollout_file: the text of the file that running routers reload. Changing this file does
             not restart routers.
         accepts_plaintext: whether some engines use TLS and others plaintext.
     """
@@ -118,8 +118,8 @@ def engine_objects(
     """Return the objects that the engines of all pools share.
 
     Args:
-        with_adapters: whether running engines have slots for adapters although the spec lists no
-            adapters.
+        with_adapters: whether running engines have slots for adapters even though the spec lists
+            no adapters.
     """
     name = naming.engine_name(service.name)
     match = naming.selector(service.name, naming.ENGINE)

@@ -74,7 +74,7 @@ def monitoring_objects(
 
 
 def duration(seconds: float) -> str:
-    """Format a duration for Prometheus, whose notation has no fractions."""
+    """Format a duration for Prometheus, which does not support fractional durations."""
     return f"{seconds:.0f}s" if seconds.is_integer() else f"{1000 * seconds:.0f}ms"
 
 
@@ -236,7 +236,7 @@ def slo_alerts(service: Service) -> list[Alert]:
 
 
 def budget_alerts(service: Service) -> list[Alert]:
-    """Return the alerts for error budgets that burn too fast, over a long and a short window."""
+    """Return the alerts for error budgets that burn too fast in both a long and a short window."""
     most = "errors|ttft_p95|e2e_p95|e2e_p99"
     pages = [
         f"({burn(service, long, most)} > {rate} and {burn(service, short, most)} > {rate})"
@@ -264,19 +264,19 @@ def budget_alerts(service: Service) -> list[Alert]:
 
 
 def burn(service: Service, window: str, objectives: str) -> str:
-    """Return the PromQL selector for the burn rates of objectives with matching names."""
+    """Return the PromQL selector for burn rates of objectives that match a regular expression."""
     of_service = f'namespace="{service.namespace}",llmservice="{service.name}"'
     return f'{BURN}{window}{{{of_service},objective=~"{objectives}"}}'
 
 
 def and_several(service: Service, count: int, window: str) -> str:
-    """Return the PromQL condition that more than `count` requests arrived within a window."""
+    """Return the PromQL condition that requires more than `count` requests within a window."""
     requests = f"sum(increase(ullage_router_requests_total{{{routers(service)}}}[{window}]))"
     return f"and on() {requests} > {count}"
 
 
 def router_alerts(service: Service) -> list[Alert]:
-    """Return the alerts for routers, their queues and their refusals."""
+    """Return the alerts for routers, including their queues and the requests that they reject."""
     of_routers = routers(service)
     queue = service.spec.routing.queue
     refusals = f'ullage_router_refusals_total{{{of_routers},reason=~"{SHORT_OF_CAPACITY}"}}'
@@ -471,5 +471,8 @@ def engines(service: Service) -> str:
 
 
 def pods(service: Service, names: str) -> str:
-    """Return PromQL matchers for pods with matching names, by the labels that PodMonitors set."""
+    """Return PromQL matchers for pods whose names match a regular expression.
+
+    The matchers use the labels that PodMonitors set.
+    """
     return f'namespace="{service.namespace}",pod=~"{names}"'

@@ -61,7 +61,7 @@ def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
 
 
 def mesh_annotations(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the annotations that let the operator connect to pods in a mesh from outside.
+    """Yield the annotations that let the operator connect from outside to pods in a mesh.
 
     The operator connects to pods in plaintext, and only to read-only ports.
     """
@@ -88,7 +88,10 @@ def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manif
 
 
 def account_name(service: Service, own: str) -> str:
-    """Return the name of the pods' ServiceAccount: the spec's, or else the operator-created one."""
+    """Return the name of the pods' ServiceAccount.
+
+    If the spec does not name one, this is the account that the operator creates.
+    """
     return service.spec.service_account.name or own
 
 

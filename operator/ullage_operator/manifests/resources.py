@@ -77,7 +77,7 @@ def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Am
 
 
 def cache_bytes(service: Service, pool: PoolSpec) -> int:
-    """Return the expected ephemeral storage of a pod's cache.
+    """Return the ephemeral storage, in bytes, that a pod's cache is expected to use.
 
     The result is 0 if nothing is fetched into the cache, or if the size of the model is unknown.
     """
@@ -102,7 +102,10 @@ def kv_file_bytes(size: int) -> int:
 
 
 def _kv_folder_bytes(pool: PoolSpec) -> int:
-    """Return the maximum bytes of a file tier on the pod's ephemeral storage (0 without one)."""
+    """Return the maximum size in bytes of a file tier on the pod's ephemeral storage.
+
+    The result is 0 if there is no such file tier.
+    """
     file = pool.memory.tiers.file
     if file is None or file.claim_name or file.host_path or kv_holders(pool):
         return 0
@@ -139,8 +142,8 @@ def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
 def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
     """Return the maximum memory in bytes that an engine uses for its host tier.
 
-    An engine has no KV tiers without a prefix cache. vLLM has none with pipeline stages or several
-    nodes, either.
+    An engine without a prefix cache has no KV tiers. The same is true of vLLM with pipeline stages
+    or several nodes.
     """
     memory = pool.memory
     is_parted = pool.nodes > 1 or pool.parallelism.pipeline > 1
@@ -207,7 +210,7 @@ def _dtype_bits(model: ModelSection) -> float:
 def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
     """Return the expected host memory of one engine pod, in bytes.
 
-    On a CPU, `deviceBytes` covers both the weights and the device KV, if it is set.
+    On a CPU, `deviceBytes`, if set, covers both the weights and the device KV.
     """
     model = service.spec.model
     is_on_cpu = service.spec.device == "cpu"
@@ -229,9 +232,9 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
 
 def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Amounts:
-    """Fill in missing quantities from defaults, and write all in the API server's notation.
+    """Fill in missing quantities from defaults, and convert all to the API server's notation.
 
-    With this notation, an applied object is equal to the stored object. A default request is
+    With this notation, an applied object equals the stored object. A default request is
     skipped if a limit is set, because Kubernetes then uses the limit as the request. A default
     limit is skipped if the request exceeds it, because Kubernetes rejects requests above their
     limits.

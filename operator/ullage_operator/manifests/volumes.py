@@ -201,7 +201,7 @@ def storage_volume(
 
 
 def kv_volumes(pool: PoolSpec) -> list[Manifest]:
-    """Return the volume of the file tier (none if the pod template mounts a volume at its path)."""
+    """Return the file tier's volume (empty if the pod template mounts a volume at its path)."""
     file = pool.memory.tiers.file
     if file is None or not kv_mounts(pool):
         return []
@@ -230,7 +230,7 @@ def scratch_volume(name: str) -> Manifest:
 
 
 def claims_of(service: Service) -> list[str]:
-    """Return the claims of the model and its adapters, model first and without duplicates."""
+    """Return the claims of the model and its adapters, model first, without duplicates."""
     claims = (claim_of(service.spec.model.source), *(service.spec.adapter_claims or ()))
     return list(dict.fromkeys(filter(None, claims)))
 

@@ -45,7 +45,7 @@ class Question:
 
 
 def turn_of(own: str, status: Status, question: Question | None, now_s: float) -> ServingTurn:
-    """Decide what the operator `own` does about a service that another one may already manage.
+    """Decide what operator `own` does about a service that another operator may already manage.
 
     Args:
         question: the operator's last query, or None before the first one.
@@ -72,10 +72,10 @@ def challenger_of(status: Status) -> str:
 
 
 def asked(own: str, status: Status) -> dict[str, Any]:
-    """Return a status to which an operator's liveness query has been added."""
+    """Return the status with a liveness query from operator `own` added."""
     return {**status, "operator": {"name": holder_of(status), "challenger": own}}
 
 
 def held(own: str, status: Status) -> dict[str, Any]:
-    """Return a status that names `own` as the managing operator, and has no open query."""
+    """Return the status with `own` as the managing operator, and without an open query."""
     return {**status, "operator": {"name": own}}

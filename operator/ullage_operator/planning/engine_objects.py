@@ -58,7 +58,7 @@ def fetch_objects(service: Service, observed: Observed, settings: Settings) -> l
 
 
 def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) -> dict[str, str]:
-    """Return why a pool's first engines wait for a Job to download the model, by pool."""
+    """Return the pools whose first engines wait for a Job to download the model, and why."""
     if rollout.stable.spec.model.source != service.spec.model.source:
         return {}
 
@@ -113,7 +113,7 @@ def with_stop(item: Manifest) -> Manifest:
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
-    """Return one of a pool's objects, with its replicas reduced by those that a canary replaces."""
+    """Return one of a pool's objects, without the replicas that a canary replaces."""
     if not places or item["kind"] != "StatefulSet":
         return item
     missing = places * (pool.nodes - 1) if is_follower(item) else places
@@ -130,10 +130,10 @@ def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
 def resized_engines(
     service: Service, pools: Iterable[str], observed: Observed, places: int = 0
 ) -> list[Manifest]:
-    """Return the live StatefulSets of pools with the wrong number of pods, resized as planned.
+    """Return the live StatefulSets that have the wrong number of pods, resized as planned.
 
     Args:
-        places: the number of each pool's engines that a canary replaces.
+        places: how many engines of each pool a canary replaces.
     """
     resized_sets = []
     for name in pools:
@@ -210,7 +210,7 @@ def outdated_engines(
 ) -> list[LiveObject]:
     """Return the engine pods with an outdated template that the operator should delete now.
 
-    The engine that the StatefulSet controller will replace next by itself is not included.
+    The engine that the StatefulSet controller will replace next on its own is not included.
     """
     wanted = {key_of(item): item for item in desired}
     outdated: list[LiveObject] = []

@@ -34,7 +34,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FetchObservation:
-    """Observations about the Jobs that download models, beyond what the Job objects contain."""
+    """What the operator observes about model downloads, in addition to the Job objects."""
 
     sees_jobs: bool = False
     """Whether the operator can list Jobs. If it cannot, engines do not wait for Jobs."""
@@ -105,7 +105,10 @@ def cache_states(
 
 
 def waiting_pools(states: Iterable[CacheState]) -> dict[str, str]:
-    """Return why a pool's first engines wait for a Job to download the model, by pool."""
+    """Return a message for each pool whose first engines wait for a Job to download the model.
+
+    The messages are keyed by pool.
+    """
     return {
         pool: f"waits until its model is fetched: {state}"
         for state in states
@@ -115,7 +118,7 @@ def waiting_pools(states: Iterable[CacheState]) -> dict[str, str]:
 
 
 def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
-    """Return the ModelCacheWarm condition (none for a service without claims to pre-fill)."""
+    """Return the ModelCacheWarm condition, or an empty list if there are no claims to pre-fill."""
     if not states:
         return []
     failed = [state for state in states if state.phase == FAILED]
@@ -157,8 +160,8 @@ def _without_job(
 ) -> CacheState:
     """Return the state of a claim that has no Job.
 
-    If the last status already reported the Job as missing, the Job cannot be created and engines do
-    not wait for it. Nor do they wait if a previous Job failed and is being recreated.
+    Engines do not wait if the last status already reported the Job as missing, because the Job then
+    cannot be created. They also do not wait if a previous Job failed and is being recreated.
     """
     phase = before.get("phase")
     message = "its Job does not exist; see the condition Degraded or MissingPermission"
@@ -206,7 +209,10 @@ def _state_of_job(
 
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the claim's entry in the last status (empty if it names another model or bucket)."""
+    """Return the claim's entry in the last status.
+
+    The result is empty if there is no entry, or if it names another model or bucket.
+    """
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})
@@ -285,9 +291,9 @@ def parse_progress(text: str | bytes) -> dict[str, Any]:
 
 
 def _count(report: Mapping[str, Any], name: str, before: Mapping[str, Any], said: str = "") -> int:
-    """Return a number from a download report.
+    """Return the count called `name` from a download report.
 
-    If the report lacks the number, the previous one is returned. An invalid number counts as 0.
+    If the report lacks the count, return the previous one. An invalid count becomes 0.
     """
     value = report.get(name, before.get(said or name, 0))
     is_number = isinstance(value, int) and not isinstance(value, bool)

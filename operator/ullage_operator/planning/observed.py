@@ -1,4 +1,4 @@
-"""The observations that a service's plan depends on."""
+"""Defines the observations from which the operator plans a service."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

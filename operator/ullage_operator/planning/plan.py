@@ -47,7 +47,10 @@ LiveObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """The actions for one service, in order: apply, delete, write the status, restart pods."""
+    """The actions that the operator takes for one service.
+
+    The operator applies objects, deletes objects, writes the status and then restarts pods.
+    """
 
     apply: tuple[Manifest, ...]
     delete: tuple[LiveObject, ...]
@@ -162,7 +165,7 @@ def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Man
 
 
 def restart_decision(service: Service, observed: Observed) -> RestartDecision:
-    """Return the engine pods to restart now and later.
+    """Decide which engine pods to restart now, and which to restart later.
 
     Pods of a canary are excluded, because the rollout handles them.
     """
@@ -247,7 +250,7 @@ def wanted_objects(
 def left_to_router_scaler(
     service: Service, objects: Iterable[Manifest], observed: Observed
 ) -> list[Manifest]:
-    """Return the router's objects, without replicas if a HorizontalPodAutoscaler sets them."""
+    """Return the router's objects, leaving out `replicas` if a HorizontalPodAutoscaler sets it."""
     key = ObjectKey("Deployment", naming.router_name(service.name))
     live = live_replicas(observed.objects.get(key))
     is_left = service.spec.router.autoscaling is not None and live == service.spec.router.replicas

@@ -64,10 +64,10 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
 
 
 def roomless_pools(observed: Observed) -> dict[str, float]:
-    """Return how many seconds a canary's pods have been unschedulable, by pool.
+    """Return the longest time in seconds that a canary pod has been unschedulable, by pool.
 
-    Only pools where stopping a stable engine would free enough resources for such a pod are
-    included.
+    A pool is included only if stopping one of its stable engines would free enough resources for
+    such a pod.
     """
     waits: dict[str, float] = {}
     for pod in canary_pods(observed):
@@ -84,9 +84,9 @@ def roomless_pools(observed: Observed) -> dict[str, float]:
 
 
 def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) -> bool:
-    """Return whether a canary's pods, or engines after its promotion, still wait for nodes.
+    """Return whether the service still waits for nodes for its canary or its promoted engines.
 
-    After `SEEK`, the result is false, so that other services stop waiting.
+    After `SEEK`, the result is False, so that other services no longer wait for this one.
     """
     if observed.now - progress.since > SEEK:
         return False
@@ -102,7 +102,7 @@ def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) 
 
 
 def lacks_room(observed: Observed) -> bool:
-    """Return whether an engine is unschedulable, and has been so for less than `SEEK`."""
+    """Return whether any engine pod has been unschedulable for less than `SEEK`."""
     waits = [roomless_s(pod, observed.now) for pod in observed.pods if pool_of(pod)]
     return any(wait_s is not None and wait_s < SEEK.total_seconds() for wait_s in waits)
 

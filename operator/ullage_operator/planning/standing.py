@@ -39,7 +39,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The result of reading a declared service."""
+    """A parsed service, or the problems that prevent its spec from being applied."""
 
     service: Service | None
     """The parsed service, or None if its spec cannot be applied."""
@@ -51,7 +51,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The service with the spec that the operator applies."""
+    """The service that the operator applies, which may differ from the declared one."""
 
     service: Service
     is_partial: bool = False
@@ -59,10 +59,10 @@ class Standing:
 
 
 def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASES) -> Declared:
-    """Read a declared service, and check that it can be planned.
+    """Parse a declared service, and check that the operator can plan it.
 
     Args:
-        bases: the bases in the service's namespace that the service references.
+        bases: the base specs in the service's namespace that the service refers to.
     """
     if dropped := dropped_fields(manifest):
         return Declared(None, tuple(starmap(_dropped, dropped.items())))
@@ -142,7 +142,10 @@ def dump(spec: Spec) -> str:
 
 
 def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
-    """Return the kept spec, with defaults for fields of a newer CRD (empty if none was kept)."""
+    """Return the kept spec, or an empty dict if none was kept.
+
+    Fields that were added by a newer CRD get their defaults.
+    """
     name = naming.rollout_name(manifest["metadata"]["name"])
     data = observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
     definition = schema.load_schema()["properties"]["spec"]
@@ -249,7 +252,10 @@ def _size_of(service: str, pool: str, observed: Observed) -> Manifest:
 def _with_readable(
     metadata: Mapping[str, Any], spec: Manifest, path: Sequence[str], value: Any
 ) -> Manifest:
-    """Return a spec with a section, or its readable fields, copied from the declared spec."""
+    """Return a spec with one section copied from the declared spec.
+
+    If the section as a whole is invalid, only its readable fields are copied.
+    """
     if value is None:
         return spec
     candidate = _replaced(spec, path, value)

@@ -133,7 +133,10 @@ def service_problems(
 
 
 def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
-    """Return the problems of an invalid edit, if the operator keeps applying the previous spec."""
+    """Return a problem that reports an invalid edit (empty if the edit is valid).
+
+    In the meantime, the operator keeps applying the previous spec.
+    """
     if not problems:
         return []
     message = "; ".join(map(str, problems))
@@ -163,7 +166,10 @@ def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]
 
 
 def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:
-    """Return the fingerprints of engines that have served, by pod name."""
+    """Return each engine's numerics fingerprint, by pod name.
+
+    Engines that have not served yet are omitted.
+    """
     engines = {}
     for pod in observed.pods:
         meta = pod["metadata"]
@@ -202,7 +208,10 @@ def warned_objects(service: Service, observed: Observed) -> list[str]:
 
 
 def was_progressing(status: Mapping[str, Any]) -> bool:
-    """Return whether the Progressing condition was last True (True for a service without it)."""
+    """Return whether the last status reports Progressing as True.
+
+    A status without this condition counts as progressing.
+    """
     listed = status.get("conditions", ())
     progressing = (each["status"] == "True" for each in listed if each["type"] == PROGRESSING)
     return next(progressing, True)
@@ -250,7 +259,10 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
 def fetching_condition(
     service: Service, rollout: RolloutPlan, observed: Observed
 ) -> Condition | None:
-    """Return the condition for engines that wait for a Job to download their model, or None."""
+    """Return the Progressing condition while engines wait for a Job to download their model.
+
+    The result is None if no engine waits.
+    """
     unbegun = unbegun_pools(service, rollout, observed)
     messages = [f"pool {name} {why}" for name, why in unbegun.items()]
     return Condition(PROGRESSING, True, MODEL_FETCHING, "; ".join(messages)) if messages else None

@@ -16,7 +16,10 @@ from ullage_operator.manifests.volumes import KV_VOLUME, engine_mounts
 
 
 def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem]:
-    """Yield problems with pod template fields that the API forbids or the operator itself sets."""
+    """Yield problems with pod templates.
+
+    A template must not set fields that the API forbids or that the operator sets itself.
+    """
     router = service.spec.router.pod_template
     places = {"spec.router": router}
     places |= {f"spec.pools.{n}": pool.pod_template for n, pool in service.spec.pools.items()}

@@ -67,8 +67,7 @@ def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
 
     Args:
         engines: the engines of the pool.
-        before: the number in the service's status, which is returned until every engine has
-            reported.
+        before: the number in the service's status. It is returned until every engine has reported.
     """
     reports = [engine.report for engine in engines]
     return sum(each.worker_restarts for each in reports if each) if all(reports) else before
@@ -143,7 +142,10 @@ class EngineTarget:
 
 
 def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTarget]:
-    """Return the started engines whose reports to subscribe to, by pod uid."""
+    """Return the engines whose headroom reports the operator should subscribe to, by pod uid.
+
+    Only engines that have started are included.
+    """
     return {
         pod["metadata"]["uid"]: EngineTarget(
             pool_of(pod),
@@ -166,7 +168,7 @@ def is_terminating(pod: Pod) -> bool:
 
 
 def silent_pools(engine_health: Iterable[EngineHealth], silent_after: float) -> frozenset[str]:
-    """Return the pools with a silent engine.
+    """Return the pools in which an engine has sent no report for at least `silent_after` seconds.
 
     The operator then asks the routers whether they can still reach these pools.
     """

@@ -64,7 +64,7 @@ def may_sleep(pool: PoolSpec) -> bool:
 
 
 def live_replicas(live: Object | None) -> int | None:
-    """Return a pool's number of engines, counting those that a canary replaces, or None.
+    """Return a pool's number of engines, including those that a canary replaces.
 
     The result is None if the pool has no StatefulSet.
     """
@@ -72,7 +72,7 @@ def live_replicas(live: Object | None) -> int | None:
 
 
 def canary_places(live: Object) -> int:
-    """Return the number of a pool's engines that a canary replaces."""
+    """Return how many of a pool's engines are currently replaced by a canary."""
     annotations = live.get("metadata", {}).get("annotations") or {}
     return int(annotations.get(naming.CANARY_PLACES, 0))
 
@@ -151,12 +151,12 @@ def resized(live: Object, number: int, places: int = 0, is_stopped: bool = False
 
 
 def places_annotation(places: int) -> dict[str, str]:
-    """Return the annotation from which `live_replicas` reads how many engines a canary replaces."""
+    """Return the annotation that tells `live_replicas` how many engines a canary replaces."""
     return {naming.CANARY_PLACES: str(places)} if places else {}
 
 
 def stop_annotation(is_stopped: bool) -> dict[str, str]:
-    """Return the annotation by which `was_stopped` recognises a stopped StatefulSet."""
+    """Return the annotation that tells `was_stopped` that a StatefulSet is stopped."""
     return {naming.STOPPED: "true"} if is_stopped else {}
 
 

@@ -190,7 +190,10 @@ def _decide_for_pool(
 
 
 def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
-    """Return the restart that a pod needs, or None, for example for a pod that is serving."""
+    """Return the restart that a pod needs, or None if it needs none.
+
+    For example, a pod that is serving needs no restart.
+    """
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
 
@@ -245,7 +248,10 @@ def _why_spared(
 
 
 def _wait(policy: HealingSpec, history: Sequence[datetime], now: datetime) -> tuple[float, str]:
-    """Return the seconds until a pool's next restart is allowed, and why (0 and empty if now)."""
+    """Return the seconds until a pool's next restart is allowed, and the reason for the wait.
+
+    If there were no earlier restarts, the result is 0 and an empty reason.
+    """
     if not history:
         return 0.0, ""
     if len(history) >= policy.restarts_per_hour:

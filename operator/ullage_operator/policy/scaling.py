@@ -54,7 +54,10 @@ class ReplicasAt:
 
 @dataclass(frozen=True, slots=True)
 class Strain:
-    """A target utilisation, lowered because requests were late, and when it last changed."""
+    """A lowered target utilisation, and the time at which it last changed.
+
+    The target is lowered when requests are late.
+    """
 
     at: float
     share: float
@@ -118,7 +121,10 @@ def decide_replicas(
 
 
 def _asleep(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
-    """Decide the size of a pool without engines, which may wake up. Return None for other pools."""
+    """Decide whether a pool without engines should wake up.
+
+    Return None if the pool is not asleep.
+    """
     least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas))
     if current or least or policy.max_replicas == 0:
         return None
@@ -183,7 +189,10 @@ def is_strained(
 def _with_strain(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
 ) -> ScalingHistory:
-    """Return the history with `full_since` and the lowered target utilisation updated."""
+    """Return the history with updated values of `full_since` and `strain`.
+
+    `strain` contains the lowered target utilisation.
+    """
     if not history.highs:
         history = replace(history, highs=(ReplicasAt(now, current),))
     since = history.full_since if history.full_since is not None else now

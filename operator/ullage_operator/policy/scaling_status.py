@@ -27,7 +27,7 @@ def pool_scaling(pool: PoolSpec, change: ScalingChange | None, before: Object) -
 
     Args:
         pool: the pool.
-        change: the last change that this operator decided, or None without a change.
+        change: the last change that this operator decided, or None if it has not decided any.
         before: the current status of the pool.
     """
     status: dict[str, Any] = {"desiredReplicas": pool.replicas}
@@ -48,7 +48,7 @@ def pool_scaling(pool: PoolSpec, change: ScalingChange | None, before: Object) -
 def scaling_condition(
     service: Service, decided: ScalingDecisions, serves: Collection[str]
 ) -> list[Condition]:
-    """Return the ScalingActive condition (none for a service that is not autoscaled)."""
+    """Return the ScalingActive condition, or an empty list for a service that is not autoscaled."""
     providers = {name: provider_of(pool) for name, pool in service.spec.pools.items()}
     by = {each for each in providers.values() if each}
     if not by or service.spec.stop:

@@ -75,7 +75,7 @@ class Analysis:
 def analyze(
     canary: Variant, stable: Variant, rollout: RolloutSpec, is_last: bool = False
 ) -> Analysis:
-    """Compare the canary with the stable engines by their counts in the current rollout step.
+    """Compare the canary's counts in the current rollout step with those of the stable engines.
 
     Args:
         canary: the counts of the canary.
@@ -237,7 +237,8 @@ def binomial_tail(count: int, total: int, share: float) -> float:
 def sum_variants(variants: Iterable[Variant]) -> Variant:
     """Sum the counts of several routers.
 
-    Each router sees the restarts of all engines, so their maximum is used instead of the sum.
+    Restarts are not summed, because each router sees the restarts of all engines. The highest
+    count is used instead.
     """
     total = Variant()
     for variant in variants:
@@ -267,11 +268,11 @@ class CanarySample:
 
 
 def sample_name(revision: str, step: int) -> str:
-    """Return the name that routers give to a trial: its revision and step.
+    """Return the name that identifies a trial in router reports: its revision and step.
 
-    The canary's percentage of requests is not part of the name, because it changes when pools are
-    resized, and a trial in an autoscaled pool would then never collect enough counts. The analysis
-    compares rates, so it may add counts collected at different percentages.
+    The canary's percentage of requests is not part of the name. It changes when pools are resized,
+    so a trial in an autoscaled pool would never collect enough counts. The analysis compares rates,
+    so it may add counts collected at different percentages.
     """
     return f"{revision}/{step}"
 

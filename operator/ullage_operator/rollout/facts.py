@@ -167,11 +167,11 @@ def _is_of_many(
 def outdated_pools(
     service: Service, observation: RolloutObservation, state: RolloutState, settings: Settings
 ) -> tuple[str, ...]:
-    """Return the pools whose pod template changed because of an operator upgrade, not an edit.
+    """Return the pools whose pod template changed only because the operator was upgraded.
 
-    A pool is excluded if an edit changed fields that its stable engines and its canary share.
+    A pool is excluded if an edit changed settings that its stable engines and its canary share.
     Routers apply such edits immediately, so engines must not wait for the rollout queue either.
-    Other edits of a waiting service do not let it skip the queue.
+    Other edits do not let a waiting service skip the queue.
     """
     edit_hash = shared_hash(service)
     is_changed = bool(changed_pools(release_of(service, settings), state.release))
@@ -230,7 +230,7 @@ def analysis_of(
 
 
 def unmeasured(unanswered: Sequence[str]) -> str:
-    """Explain why no router has reported request counts, and how to fix this."""
+    """Return a message that says why no router has reported request counts, and how to fix this."""
     message = "no router has reported what it counted"
     if not unanswered:
         return message
@@ -241,7 +241,10 @@ def unmeasured(unanswered: Sequence[str]) -> str:
 
 
 def unheard(troubles: Sequence[str]) -> str:
-    """Explain why engines do not report to the operator, and the fix (empty without errors)."""
+    """Return a message that says why engines do not report to the operator, and how to fix this.
+
+    The message is empty if there are no errors.
+    """
     if not troubles:
         return ""
     return (

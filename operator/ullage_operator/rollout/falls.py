@@ -2,10 +2,11 @@
 
 A crash, called a fall here, is the loss of a worker or the exit of a container. An engine's server
 counts the workers that it lost, and the kubelet counts container restarts. Both counters belong to
-one pod, so they do not depend on when a router reloaded its file, which address a name resolved to,
-or which operator read them.
+a single pod. They do not depend on when a router reloaded its file, which address a name resolved
+to, or which operator read them.
 
-Routers also count crashes, but only once they know about a canary, which may have crashed before.
+Routers also count crashes, but only after they have learned about a canary. They miss its earlier
+crashes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -51,8 +52,8 @@ Falls = Mapping[str, FallCount]
 def counted(before: Falls, canary: Iterable[EngineReport], stable: Iterable[EngineReport]) -> Falls:
     """Return the crash counts, updated from the engines' current reports.
 
-    A canary's pod exists only for its trial, so all of its crashes count. A stable pod's crashes
-    count from its first report in the trial on.
+    A canary's pod exists only for its trial, so all of its crashes count. For a stable pod, only
+    crashes after its first report in the trial count.
     """
     counts = dict(before)
     for report in canary:

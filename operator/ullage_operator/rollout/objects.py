@@ -38,7 +38,7 @@ def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> 
 
 
 def with_revision(service: Service, objects: Iterable[Manifest], revision: str) -> list[Manifest]:
-    """Return a pool's objects, recording the revision and hashes on its StatefulSets."""
+    """Return a pool's objects, with the revision and hashes added to its StatefulSets."""
     hashes = {naming.REVISION: revision, naming.SHARED_HASH: shared_hash(service)}
     return [
         _with_hashes(item, hashes) if item["kind"] == "StatefulSet" else item for item in objects

@@ -77,7 +77,10 @@ class RolloutPlan:
 
     @property
     def look_again_s(self) -> float | None:
-        """Return the seconds until the next plan is due even if nothing changes, or None."""
+        """Return the seconds after which to plan again even if nothing changes.
+
+        The result is None if a new plan is needed only after a change.
+        """
         is_quiet = self.progress.stage in (RolloutStage.STABLE, RolloutStage.ROLLED_BACK)
         waits = self.progress.reason == WAITING or self.progress.renewal == ROLLING_OUT
         return None if is_quiet and not waits else LOOK_AGAIN_S
@@ -118,7 +121,10 @@ def plan_rollout(
 def _held_progress(
     service: Service, observation: RolloutObservation, target: Release
 ) -> RolloutProgress | None:
-    """Return progress that keeps all engines unchanged if required state is lost, or else None."""
+    """Return progress that keeps all engines unchanged if required state is lost.
+
+    If no required state is lost, return None.
+    """
     revision = revision_of(target)
     if not observation.is_state_readable:
         return unreadable(revision, observation.now)

@@ -72,7 +72,10 @@ def release_of(service: Service, settings: Settings) -> Release:
 
 
 def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pool that affect its engines, excluding `modelCache.warm`."""
+    """Return the fields of a pool that belong to a release, because they affect its engines.
+
+    `modelCache.warm` is not one of them.
+    """
     cache = _without(pool["modelCache"], ("warm",))
     return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
 
@@ -123,7 +126,10 @@ def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
 
 
 def _merged(name: str, target: Any, value_before: Any) -> Any:
-    """Return a section's previous values for exactly the fields that `target` has."""
+    """Return a section's previous values, with exactly the fields that `target` has.
+
+    Fields that have no previous value keep the value in `target`.
+    """
     if name == ENGINE_TLS and target and value_before:  # its other fields concern only routers
         return {**target, SECRET_NAME: value_before[SECRET_NAME]}
     if name in (*_MERGED, *_MERGED_BELOW) and target and value_before:

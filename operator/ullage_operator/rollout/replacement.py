@@ -84,8 +84,8 @@ def roll_routers(
         desired: the router's objects.
         live: the objects of the service by kind and name.
         is_edited: whether the service has been edited since its status was last written.
-        may_roll: whether the rollout queue lets the service start a rollout not triggered by an
-            edit.
+        may_roll: whether the rollout queue allows the service to start a rollout that was not
+            triggered by an edit.
     """
     [deployment] = [item for item in desired if item["kind"] == "Deployment"]
     name = deployment["metadata"]["name"]

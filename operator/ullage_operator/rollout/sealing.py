@@ -46,10 +46,10 @@ def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
 
 
 def sealed_widely(release: Mapping[str, Any]) -> Release:
-    """Return a release, hashing whatever in its pools looks like an environment variable.
+    """Return a release, hashing everything in its pools that looks like an environment variable.
 
-    Older operators sealed every object that looks like an environment variable, whatever the name
-    of its list. Releases can only be compared with theirs if both are sealed this way.
+    Older operators sealed such objects in any list, whatever its name. A release can be compared
+    with one of theirs only if both are sealed in the same way.
     """
     return _with_pools(release, lambda pools: _with_maps(pools, _sealed_variable))
 

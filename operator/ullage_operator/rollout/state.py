@@ -61,7 +61,9 @@ class RolloutState:
         return other if other and self.tried == target else revision_of(target)
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
-        """Return a state with new progress, and the releases of the revisions that it names.
+        """Return a copy of this state with new progress.
+
+        The copy contains the releases of the revisions that the progress names.
 
         Args:
             progress: the new progress.
@@ -169,7 +171,7 @@ def dump(state: RolloutState) -> str:
 
 
 def unreadable(target: str, now: datetime) -> RolloutProgress:
-    """Return progress that leaves engines unchanged, because a ConfigMap cannot be read."""
+    """Return progress that leaves engines unchanged while the state's ConfigMap cannot be read."""
     message = (
         "the state of the rollout cannot be read: engines stay unchanged until the operator may "
         "list and watch ConfigMaps"
@@ -182,9 +184,10 @@ def unreadable(target: str, now: datetime) -> RolloutProgress:
 def missing(
     name: str, live: Mapping[str, Mapping[str, Any]], target: str, annotation: str, now: datetime
 ) -> RolloutProgress | None:
-    """Return progress that leaves engines unchanged, for a service whose state was lost.
+    """Return progress that leaves engines unchanged, because the rollout's state was lost.
 
-    The result is None if the engines already run the revision that the spec requests.
+    The result is None if the engines already run the revision that the spec requests, or if the
+    annotation promotes that revision.
 
     Args:
         name: the name of the service.
