@@ -1,4 +1,4 @@
-"""`ullage bench` load-tests a running server, and finds the knee of throughput and latency."""
+"""`ullage bench` load-tests a running server, and finds its throughput-latency knee."""
 
 import argparse
 import asyncio

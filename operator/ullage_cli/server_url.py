@@ -14,7 +14,7 @@ ReportT = TypeVar("ReportT")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Add to a parser the options that select a server and its model."""
+    """Add the options that select a server and its model to a parser."""
     parser.add_argument(
         "target", metavar="URL|SERVICE", help="base URL, or an LLMService with --namespace"
     )
@@ -57,7 +57,7 @@ def server_url(options: argparse.Namespace) -> Iterator[str]:
 def write_reports(
     report: ReportT, forms: Sequence[tuple[Path | None, Callable[[ReportT], str]]]
 ) -> None:
-    """Write a report in each format for which a file was chosen.
+    """Write a report in every format that has an output file.
 
     Raises:
         LocalFailure: a file cannot be written.

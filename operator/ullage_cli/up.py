@@ -230,7 +230,7 @@ async def _first_of(
 
     Args:
         failed: future that fails if a pod fails for good.
-        ready: task that finishes when all pods are ready, or None not to wait for readiness.
+        ready: task that finishes when all pods are ready, or None if readiness does not matter.
         stop: event that a signal sets.
 
     Raises:

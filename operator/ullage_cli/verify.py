@@ -174,7 +174,7 @@ async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -
 
 @contextlib.contextmanager
 def _faults(options: argparse.Namespace) -> Iterator[Mapping[str, Fault]]:
-    """Yield the faults that the options permit, by name.
+    """Yield the faults that the options permit, keyed by name.
 
     At the end of the block, processes that a fault stopped are resumed.
 

@@ -65,7 +65,7 @@ def plan_local(
     has_vllm: bool = False,
     kept: contextlib.ExitStack | None = None,
 ) -> LocalPlan:
-    """Plan the processes and files with which to run a service on this machine.
+    """Plan the processes and files needed to run a service on this machine.
 
     Args:
         service: the service to run.

@@ -95,7 +95,7 @@ def _entry_point(command: Sequence[str]) -> list[str]:
 
 
 def _variable_value(variable: Manifest, pod_name: str) -> str:
-    """Return the value that an environment variable of a container has in the given pod.
+    """Return the value of a container's environment variable in the given pod.
 
     This is the literal value (empty if the variable has none), or the pod's name if the variable
     refers to `metadata.name`. The manifests use no other field of the downward API.

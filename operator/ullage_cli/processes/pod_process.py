@@ -172,9 +172,8 @@ class PodProcess:
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent exits for any reason.
 
-    This function runs in the child process before exec. The signal is SIGKILL, because no parent
-    would be left to escalate if the process ignored a SIGTERM. An engine's worker makes the same
-    request.
+    This function runs in the child process before exec. The signal is SIGKILL, because a process
+    that ignored SIGTERM would have no parent left to kill it. Engine workers do the same.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -139,10 +139,10 @@ class LocalRuntime:
 
 
 def is_among(pods: Sequence[Pod], pod: Pod, sizes: Mapping[str, int]) -> bool:
-    """Return whether a pod should be running, given the sizes of the pools, by name.
+    """Return whether a pod should be running, given the sizes of the pools.
 
-    A pool of size 2, for example, runs its first two pods. The result is always True for routers
-    and for pods of pools that `sizes` does not list.
+    `sizes` maps pool names to sizes. A pool of size 2, for example, runs its first two pods. The
+    result is always True for routers and for pods of pools that `sizes` does not list.
     """
     size = sizes.get(pod.part.removeprefix("pools."))
     mates = [each.name for each in pods if each.part == pod.part]

@@ -141,10 +141,10 @@ def _watch(router: "RouterPages", options: argparse.Namespace) -> None:
 
 
 def _frames(router: "RouterPages", interval_s: float) -> Iterator[tuple[Frame | None, str]]:
-    """Yield a frame and an empty text at each interval.
+    """Yield a frame and an empty string after each interval.
 
-    If the router cannot be sampled, yield None and the reason instead. The first sample is taken
-    before the first interval. If that sample fails, the error is raised instead.
+    If the router cannot be sampled, None and the reason are yielded instead. The first sample is
+    taken before the first interval. An error in that sample is raised.
     """
     before = router.sample()
     while True:

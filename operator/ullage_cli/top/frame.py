@@ -226,6 +226,6 @@ def _per_s(before: Sample | None, now: Sample, grown: float) -> float:
 
 
 def total_headroom(engines: Iterable[EngineRow]) -> tuple[int, int]:
-    """Return the headroom and the size of all KV pools together, in bytes."""
+    """Return the total headroom and the total size of all KV pools, in bytes."""
     rows = list(engines)
     return sum(row.headroom_bytes for row in rows), sum(row.pool_bytes for row in rows)

@@ -97,7 +97,7 @@ def logs_of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
 
 
 def _restarts_of(pod: Mapping[str, Any]) -> tuple[str, int]:
-    """Return a pod's name, and how often its containers have restarted in total."""
+    """Return a pod's name, and the total number of container restarts."""
     statuses = pod.get("status", {}).get("containerStatuses", [])
     return pod["metadata"]["name"], sum(status.get("restartCount", 0) for status in statuses)
 
