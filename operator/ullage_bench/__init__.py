@@ -1,5 +1,6 @@
-"""Load tests any OpenAI-compatible server: throughput by latency, the knee, engines and cost.
+"""Load-tests any OpenAI-compatible server.
 
-The package sends requests with the HTTP client of `ullage_verify`. It imports neither the
-operator, the router nor the engine.
+The package measures throughput and latency at each load level, and finds the knee. From these it
+derives the number of engines that a request rate needs, and the cost. The package sends requests
+with the HTTP client of `ullage_verify`. It does not import the operator, the router or the engine.
 """

@@ -103,7 +103,8 @@ def measure(load: float, answers: Sequence[Answer], ends_at: float) -> Level:
 def _steady(whole: Sequence[Answer], ends_at: float) -> tuple[Sequence[Answer], float]:
     """Return the responses that ended under full load, and the length of this period in seconds.
 
-    If there are too few of them, return all responses and the time that they took together.
+    If there are too few of them, return all responses and the time from the start of the first to
+    the end of the last.
     """
     starts_at = min((answer.ended_at for answer in whole), default=0.0)
     counted = [answer for answer in whole if starts_at < answer.ended_at <= ends_at]
@@ -132,7 +133,7 @@ def knee(levels: Sequence[Level], objectives: Objectives) -> Level | None:
 
 
 def engines_for(rate: float, level: Level, num_engines: int) -> int:
-    """Return how many engines a request rate needs if each engine has the load of this level.
+    """Return how many engines are needed for a request rate, at this level's load per engine.
 
     Args:
         rate: requests per second.

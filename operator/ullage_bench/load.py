@@ -30,7 +30,9 @@ class Shape:
 
 
 class Sender:
-    """Sends requests of one shape. Apart from the shared prefix, each prompt is new to caches.
+    """Sends requests of one shape.
+
+    Apart from the shared prefix, each prompt is new, so that no cache contains it.
 
     Args:
         target: the server.
@@ -138,7 +140,7 @@ async def conversations(sender: Sender, clients: float, seconds: float) -> Level
 
 
 async def _pause_after(answer: Answer, ends_at: float) -> None:
-    """Wait for the response's Retry-After, or else PAUSE_S, unless it was complete."""
+    """Pause after an incomplete response, for its Retry-After time or else PAUSE_S seconds."""
     if not answer.is_whole:
         wait_s = answer.retry_after_s or PAUSE_S
         await asyncio.sleep(max(0.0, min(wait_s, ends_at - time.monotonic())))
@@ -159,7 +161,7 @@ async def sweep(
     seconds: float,
     show: Callable[[Level], None],
 ) -> Sequence[Level]:
-    """Measure increasing loads, and stop once more load no longer increases throughput.
+    """Measure increasing loads until a higher load no longer increases throughput.
 
     Args:
         loop: one of LOOPS.

@@ -32,7 +32,7 @@ class Reference:
 
 @dataclass
 class Bystanders:
-    """Streams of other clients, which a disturbance must not harm."""
+    """Other clients' streams, which must continue unharmed during a disturbance."""
 
     reference: Reference
     answers: list[Answer] = field(default_factory=list)
@@ -91,9 +91,10 @@ async def _texts(target: Target, tokens: int) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def bystanders(target: Target, reference: Reference) -> AsyncIterator[Bystanders]:
-    """Run three streams in the background. The block begins once all of them receive text.
+    """Run three streams in the background while the block runs.
 
-    After the block, the yielded object contains the complete responses.
+    The block begins once all of them receive text. After the block, the yielded object contains the
+    complete responses.
     """
     begun = 0
 

@@ -219,8 +219,9 @@ class Client:
         """Send a request, and retry it after each refusal once its Retry-After has expired.
 
         Returns:
-            The responses to all tries. The last one is a refusal only if the server refused
-            MAX_TRIES times, or sent no Retry-After or one above MAX_RETRY_AFTER_S.
+            The responses to all attempts, in order. The last one is a refusal only if the server
+            refused MAX_TRIES attempts, or if its last refusal had no Retry-After or one above
+            MAX_RETRY_AFTER_S.
         """
         answers: list[Answer] = []
         for _ in range(MAX_TRIES):

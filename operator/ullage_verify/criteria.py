@@ -38,19 +38,19 @@ class Checks:
         self._show = show
 
     def holds(self, name: str, is_true: bool, limit: str, seen: str) -> None:
-        """Add a criterion, which is passed if `is_true` and failed otherwise."""
+        """Add a criterion that passes if `is_true`, and fails otherwise."""
         self._add(name, limit, seen, "passed" if is_true else "failed")
 
     def at_most(self, name: str, value: float, limit: float, unit: str = "s") -> None:
-        """Add a criterion, which is passed if the value is at most the limit."""
+        """Add a criterion that passes if the value is at most the limit."""
         self.holds(name, value <= limit, f"≤ {limit:.4g} {unit}", f"{value:.4g} {unit}")
 
     def at_least(self, name: str, value: float, limit: float, unit: str = "") -> None:
-        """Add a criterion, which is passed if the value is at least the limit."""
+        """Add a criterion that passes if the value is at least the limit."""
         self.holds(name, value >= limit, f"≥ {limit:.4g} {unit}", f"{value:.4g} {unit}".rstrip())
 
     def skip(self, name: str, reason: str) -> None:
-        """Add a skipped criterion, which cannot be checked on this server or with these options."""
+        """Record that a criterion cannot be checked on this server or with these options."""
         self._add(name, "", reason, "skipped")
 
     def _add(self, name: str, limit: str, seen: str, verdict: Verdict) -> None:

@@ -66,7 +66,8 @@ async def _signal(processes: ServerProcesses, number: signal.Signals) -> None:
 async def _exhaust_memory(processes: ServerProcesses) -> None:
     """Cap the memory of the server's busiest process, and use it up until the kernel kills it.
 
-    The cap applies to no other process of the server, so the kernel cannot kill another one.
+    The cap applies only to that process, so the kernel cannot kill another one of the server's
+    processes.
 
     Raises:
         TargetError: this user may not limit memory, or the kernel has killed no process in time.

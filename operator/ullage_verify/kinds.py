@@ -1,4 +1,4 @@
-"""Kinds of requests, for example greedy ones, whose responses must be unaffected by a fault."""
+"""Kinds of requests (such as greedy ones) whose responses must not change because of a fault."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

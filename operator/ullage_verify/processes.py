@@ -27,7 +27,7 @@ class ServerProcesses:
         """Process ids and start times of the processes that were sent SIGSTOP."""
 
     def family(self) -> list[int]:
-        """Return the process ids of all of the server's live processes."""
+        """Return the ids of the server's live processes."""
         children: dict[int, list[int]] = {}
         for folder in PROC.iterdir():
             if folder.name.isdecimal() and (parent := _parent(folder)) is not None:
@@ -59,7 +59,10 @@ class ServerProcesses:
         return max(used, key=lambda pid: used[pid], default=None)
 
     def resident_bytes(self) -> int:
-        """Return the total resident bytes of all processes, counting shared pages repeatedly."""
+        """Return the total resident bytes of all processes.
+
+        A page that several processes share is counted once for each of them.
+        """
         return sum(map(_resident_bytes, self.family()))
 
     def send(self, number: signal.Signals) -> int | None:

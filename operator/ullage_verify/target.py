@@ -22,7 +22,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """The server under test, with properties from its own pages and from short test requests."""
+    """The server under test, with properties that it reports or that short test requests reveal."""
 
     client: Client
     model: str
@@ -39,7 +39,10 @@ class Target:
     def prompt(self, number: int, tokens: int) -> Messages:
         """Return a prompt of about `tokens` tokens.
 
-        Prompts with different numbers differ from the start, so they share no cached prefix.
+        Args:
+            number: seed for the prompt's words. Prompts with different numbers differ from the
+                start, so they share no cached prefix.
+            tokens: approximate length of the prompt in tokens.
         """
         chooser = random.Random(number)
         count = max(1, int((tokens - self.template_tokens) / self.tokens_per_word))

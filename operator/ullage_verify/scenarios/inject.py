@@ -73,7 +73,11 @@ async def _in_a_row(
 
 
 async def _check_back(target: Target, checks: Checks, name: str, since: float) -> bool:
-    """Check how soon the server completes a new request. Return whether it does so at all."""
+    """Check how soon the server completes a new request.
+
+    Returns:
+        Whether the server completed a request before the check gave up.
+    """
     while True:
         answer = await target.client.chat(target.model, target.prompt(8, 16), 4)
         seconds = time.monotonic() - since

@@ -75,7 +75,10 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
 
 
 async def _undisturbed(target: Target, checks: Checks) -> Mapping[Kind, str]:
-    """Return the response texts without faults, by kind, if two such runs agree on them."""
+    """Return the response text of each kind of request in a run without faults.
+
+    A kind is left out if its response is incomplete or empty, or differs between two such runs.
+    """
     runs = [await asyncio.gather(*(_ask(target, kind) for kind in KINDS)) for _ in range(2)]
     expected: dict[Kind, str] = {}
     for kind, first, second in zip(KINDS, *runs, strict=True):

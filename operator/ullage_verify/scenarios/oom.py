@@ -38,7 +38,7 @@ SCHEMA_DEPTH = 400
 
 @dataclass(frozen=True)
 class Case:
-    """One or more requests of a kind that may crash an engine, for example as reported publicly."""
+    """One or more requests that may crash an engine, for example those from a public bug report."""
 
     name: str
     report: str
@@ -129,7 +129,7 @@ CASES = (
 
 
 async def run(target: Target, settings: Settings, checks: Checks) -> None:
-    """Send large requests, then each case while three streams run, and check those streams."""
+    """Send large requests, then run each case alongside three streams and check those streams."""
     before = await _headroom(target)
     await _large_prompts(target, checks)
 
@@ -207,7 +207,10 @@ def _counted(answers: Sequence[Answer]) -> str:
 
 
 def _deep_schema(depth: int) -> dict[str, object]:
-    """Return a JSON schema whose levels each have two properties of the next level's type."""
+    """Return a JSON schema with `depth` levels of nested objects.
+
+    The objects of each level have two properties, and both refer to the next level's schema.
+    """
     levels: dict[str, object] = {
         f"level{number}": {
             "type": "object",

@@ -21,7 +21,7 @@ MIN_SPEED_SHARE = 0.9
 
 
 async def run(target: Target, settings: Settings, checks: Checks) -> None:
-    """Send short, long and again short prompts, and compare the speed of the short phases."""
+    """Send short, then long, then short prompts, and compare the speed of the short phases."""
     long_tokens = min(LONG_TOKENS, target.usable - ANSWER_TOKENS)
     seconds = 60 * settings.minutes * PHASE_SHARE
     numbers = itertools.count(20_000)
