@@ -37,8 +37,8 @@ Recurrent states: a cache group of states holds `state_blocks` blocks per sample
 
     bytes = blocks of all groups * bytes per block
 
-The cost excludes activations, and convolution states outside the blocks. Before engines serve
-requests, they reserve enough of this memory for everything that may run.
+The cost excludes activations, and convolution states outside the blocks. Engines reserve memory for
+these before they serve requests, enough for everything that may run.
 """
 
 import bisect
@@ -187,7 +187,13 @@ def charged_output(max_tokens: int, expected_output: int, produced: int = 0) -> 
 def request_blocks(
     profile: MemoryProfile, prompt_tokens: int, num_tokens: int, samples: int = 1
 ) -> int:
-    """Return how many blocks `samples` sequences of `num_tokens` tokens with one prompt need."""
+    """Return the number of blocks that all samples of one prompt need together.
+
+    Args:
+        prompt_tokens: number of prompt tokens.
+        num_tokens: number of tokens per sample, including the prompt.
+        samples: number of samples.
+    """
     if samples == 1:
         return sample_blocks(profile, num_tokens, prompt_tokens)
     shared_tokens = max(0, prompt_tokens - 1)
@@ -211,8 +217,9 @@ def sample_blocks(
             None if prefill may compute all tokens, as after preemption.
         shared_tokens: number of leading tokens whose full blocks are shared with another sample of
             the prompt, the leader, and charged to it.
-        leads: whether this sample is the leader. The leader is charged one extra block: the
-            original of the block in which samples diverge, until the last sample has copied it.
+        leads: whether this sample is the leader. The leader is charged one extra block, which is
+            the original of the block in which samples diverge. It is kept until the last sample
+            has copied it.
     """
     size = profile.block_tokens
     if profile.is_plain:

@@ -44,7 +44,8 @@ class Affixes:
     def missing(self, ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the prefix and suffix tokens that must be added to a text's token ids.
 
-        Each of the two is empty if the text already has it.
+        The prefix is empty if the text already starts with it, and the suffix is empty if the text
+        already ends with it.
         """
         prefix = () if tuple(ids[: len(self.prefix)]) == self.prefix else self.prefix
         end = len(ids) - len(self.suffix)

@@ -1,4 +1,4 @@
-"""Strings for client text that cannot forge special tokens when a chat template renders it.
+"""A string type that keeps client text from forging special tokens in a chat template.
 
 A special token in a prompt begins or ends a turn, so only the template may write special tokens.
 Text from clients or tools may spell them, but must not produce them. Before a template renders,
@@ -114,11 +114,11 @@ class ClientText(str):
         return self._marks
 
     def _kept(self, text: str) -> "ClientText":
-        """Return a text that already contains this object's marks as a `ClientText`."""
+        """Create a `ClientText` from text that already contains this object's marks."""
         return ClientText(text, self._marks)
 
     def _changed(self, text: str) -> "ClientText":
-        """Return a modified version of the original text, marked again, as a `ClientText`."""
+        """Mark a modified version of the original text, and return it as a `ClientText`."""
         return ClientText(self._marks.mark(text) if self._marks else text, self._marks)
 
     def _slice(self, start: int, end: int | None) -> "ClientText":

@@ -110,7 +110,7 @@ def _alias() -> str:
 
 
 def _sharing(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer with the given one's model and preprocessing, but no added tokens."""
+    """Return a tokenizer that shares the model and preprocessing, but has no added tokens."""
     bare = Tokenizer(tokenizer.model)
     for name in ("normalizer", "pre_tokenizer"):
         if (part := getattr(tokenizer, name)) is not None:

@@ -248,7 +248,7 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Return the characters, plus any that case conversion can turn into one of their letters."""
+    """Return the characters, plus all whose case conversions contain one of the given letters."""
     letters = {character for character in characters if character.isalpha()}
     related = {*characters}
     if not letters:

@@ -178,7 +178,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """One compiled template, with facts about its source."""
+    """A compiled template, with properties derived from its source."""
 
     render: Callable[..., str]
     names: frozenset[str]

@@ -45,7 +45,7 @@ def _pattern(tree: _Tree) -> str:
 
 
 def parted(text: str, pattern: re.Pattern[str] | None) -> Iterator[TokenPiece]:
-    """Split a text into the special tokens that a pattern finds and the ordinary text between."""
+    """Split a text into the special tokens that a pattern finds and the text between them."""
     start = 0
     for match in pattern.finditer(text) if pattern else ():
         token_start, end = match.span()

@@ -86,10 +86,10 @@ class HeuristicsSection(Strict, frozen=True, kw_only=True):
 
 
 class FallbackSection(Strict, frozen=True, kw_only=True):
-    """Load at which low-priority requests get the first step's answer, whatever its confidence.
+    """Load at which low-priority requests always get the first step's answer.
 
-    This keeps these requests off the engines of later steps. The load is high enough if either
-    `pressure_level` or `queued_requests` is reached.
+    The answer is used whatever its confidence, to keep these requests off the engines of later
+    steps. The load is high enough if either `pressure_level` or `queued_requests` is reached.
     """
 
     pressure_level: Count = 1
@@ -309,7 +309,10 @@ class RejectSection(Strict, frozen=True, kw_only=True):
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):
-    """Settings for the ladder's rungs (measures), except for waiting, which `queue` configures."""
+    """Settings for the rungs (measures) of the admission ladder.
+
+    Waiting is also a rung, but `queue` configures it.
+    """
 
     shrink_context: ShrinkContextSection = ShrinkContextSection()
     shrink_output: ShrinkOutputSection = ShrinkOutputSection()

@@ -37,7 +37,10 @@ def usable_bytes(cgroup_root: Path = CGROUP) -> int:
 
 
 def free_bytes(cgroup_root: Path = CGROUP) -> int:
-    """Return how many more bytes the container can allocate within its limit and free memory."""
+    """Return how many more bytes the container can allocate.
+
+    Both the container's memory limit and the machine's available memory are considered.
+    """
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -119,7 +122,10 @@ class OomKills:
         self._looks.append(self.count())
 
     def recent(self) -> int:
-        """Return the number of OOM kills since the oldest of the last RECENT_LOOKS `look` calls."""
+        """Return the number of recent OOM kills.
+
+        These are the kills since the oldest of the last RECENT_LOOKS calls to `look`.
+        """
         return self.count() - self._looks[0] if self._looks else 0
 
     def _events(self, lines: list[str]) -> Path | None:

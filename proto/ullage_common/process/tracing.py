@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def known_values(fields: Mapping[str, object]) -> dict[str, Value]:
-    """Return the fields without those whose values OpenTelemetry rejects as attributes."""
+    """Return only the fields whose values OpenTelemetry accepts as attributes."""
     return {
         name: value
         for name, value in fields.items()

@@ -163,7 +163,7 @@ class PickBatcher:
             await self._call()
 
     async def _quiet(self) -> None:
-        """Wait up to QUIET_S for a request to place, whose RPC can also carry the reports."""
+        """Wait up to QUIET_S for a new request, so that one RPC can carry it and the reports."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._news.wait()
@@ -445,7 +445,7 @@ class Client:
     async def _names_base(self, name: str) -> bool:
         """Return whether a request's model is the base model, which every engine serves.
 
-        The result is False for an adapter, and if the router does not answer.
+        The result is False for an adapter, or if the router does not answer.
         """
         if not name:
             return True

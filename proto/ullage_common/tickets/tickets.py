@@ -40,19 +40,24 @@ CACHE_SALT_BYTES = 16
 
 
 def cache_salt(tenant: str, salt: str = "") -> bytes:
-    """Return the cache salt of a tenant's request, which may set a `salt` of its own.
+    """Return the cache salt of a tenant's request.
 
     Requests share cached KV only if their cache salts are equal.
+
+    Args:
+        tenant: the tenant's name.
+        salt: the request's own salt (empty if it sets none).
     """
     tenant_salt = hashlib.blake2b(f"{tenant}\0".encode(), digest_size=CACHE_SALT_BYTES).digest()
     return narrowed_salt(tenant_salt, salt)
 
 
 def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
-    """Return a tenant's cache salt, hashed together with a request's own salt if it sets one.
+    """Return a request's cache salt, a hash of the tenant's cache salt and the request's own salt.
 
     Args:
-        tenant_salt: the cache salt of the tenant's requests that set no salt themselves.
+        tenant_salt: the tenant's cache salt, which is returned if the request sets no salt.
+        salt: the request's own salt (empty if it sets none).
     """
     if not salt:
         return tenant_salt
@@ -142,7 +147,7 @@ def read(ticket: str, keys: Sequence[bytes]) -> Claims:
     """Verify a ticket's signature and return its claims, without checking the engine or the expiry.
 
     Raises:
-        TicketError: no router of this service and release has signed the ticket.
+        TicketError: the ticket was not signed by a router of this service and release.
     """
     try:
         raw = base64.b64decode(ticket, altchars=b"-_", validate=True)

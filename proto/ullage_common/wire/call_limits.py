@@ -113,8 +113,8 @@ class CallCount:
 class ReceiveRoom:
     """Slots for requests that are being received or parsed. One owner gets at most half of them.
 
-    Waiting owners take turns. If another owner holds more slots than a waiting owner, that other
-    owner loses its oldest slot whose request has not arrived within `grace_s`.
+    Waiting owners take turns. To make room for a waiting owner, an owner with more slots loses its
+    oldest slot whose request has not arrived within `grace_s`.
 
     Args:
         count: number of slots.

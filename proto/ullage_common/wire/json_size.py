@@ -36,7 +36,7 @@ VALUE_LIMITS = JsonLimits(1 << 14, 1 << 16, 1 << 17)
 
 
 class JsonCounter:
-    """Counts lists, object entries and commas in JSON texts. Raises an error above the limits.
+    """Counts lists, object entries and commas in JSON texts, and enforces limits on their numbers.
 
     Args:
         field: name of the request's field, for error messages.

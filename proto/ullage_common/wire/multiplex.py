@@ -7,7 +7,7 @@ this call waits, and other calls continue (see `ullage_common.wire.flow_control`
 
 Anyone who can reach an engine can open a stream. Each stream therefore has a limit on open calls. A
 message's entries are processed in small batches, so that the event loop can serve other streams in
-between. New calls do not begin while nobody reads the responses. A stream ends after too many
+between. New calls do not begin while too many responses are unread. A stream ends after too many
 consecutive calls with refused tickets.
 """
 
@@ -91,7 +91,7 @@ class _Stream:
         """Process a message: begin new calls, widen the windows of open calls, and cancel calls.
 
         Raises:
-            ServiceError: the message has too many calls, or too many tickets were refused before.
+            ServiceError: the message has too many calls, or too many earlier tickets were refused.
         """
         await self._wait_for_reader()
         self._check_tickets()
@@ -297,7 +297,7 @@ def _statuses(metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[Any]:
 
 
 def _check_size(request: pb.GenerateRequest) -> None:
-    """Refuse a request that is too large, with the same limit as for a Generate RPC."""
+    """Refuse a request that exceeds the size limit, which is the same as for a Generate RPC."""
     if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
         message = f"GenerateRequest has {size} bytes; send at most {MAX_REQUEST_BYTES}"
         raise invalid("GenerateRequest", message, "BODY_TOO_LARGE")

@@ -308,7 +308,7 @@ async def _receive(
     """Receive the bytes of a request.
 
     Args:
-        hold: holds the request's slot, which may be lost to another owner.
+        hold: holds a slot for the request, which another owner may take away.
 
     Raises:
         ServiceError: the request arrives late or never, or its slot is lost.

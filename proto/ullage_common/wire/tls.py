@@ -1,7 +1,7 @@
 """Loads, validates and reloads TLS certificates for gRPC and HTTPS from a mounted Secret.
 
-A folder has the keys of a `kubernetes.io/tls` Secret as cert-manager writes it: `tls.crt` (the
-certificate, then its intermediates), `tls.key` and, if peers are verified, `ca.crt`.
+Each folder is a mounted `kubernetes.io/tls` Secret in cert-manager's format. Its files are
+`tls.crt` (the certificate, then its intermediates), `tls.key` and, if peers are verified, `ca.crt`.
 """
 
 import asyncio
@@ -234,7 +234,7 @@ class Certificates:
 async def speaks_tls(address: str) -> bool | None:
     """Return whether a gRPC server uses TLS.
 
-    The first byte of the server's answer to a ClientHello decides.
+    The function sends a ClientHello and examines the first byte of the server's answer.
 
     Args:
         address: `ip:port` of the server.
