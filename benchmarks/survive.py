@@ -55,7 +55,7 @@ from benchmarks.compare.servers import ROOT, Running, Server, running
 from benchmarks.support.load import ServerError
 from benchmarks.support.options import new_parser
 from ullage_verify.bystanders import bystanders, undisturbed
-from ullage_verify.client import Answer, Client
+from ullage_verify.client import ChatAnswer, OpenAIClient
 from ullage_verify.memory_limit import MemoryLimit, memory_limit
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.scenarios import oom as requests
@@ -132,23 +132,23 @@ class Scene:
         return ServerProcesses(self.running.process.pid)
 
 
-Case = Callable[[Scene], Awaitable[Sequence[Answer]]]
+Case = Callable[[Scene], Awaitable[Sequence[ChatAnswer]]]
 
 
 # --- The cases ---
 
 
-def of_requests(provoke: Callable[[Target], Awaitable[Sequence[Answer]]]) -> Case:
+def of_requests(provoke: Callable[[Target], Awaitable[Sequence[ChatAnswer]]]) -> Case:
     """Return the case in which a client sends these requests while little memory is left."""
 
-    async def case(scene: Scene) -> Sequence[Answer]:
+    async def case(scene: Scene) -> Sequence[ChatAnswer]:
         scene.group.allow(LEFT_BYTES)
         return await provoke(scene.target)
 
     return case
 
 
-async def crowd(target: Target) -> Sequence[Answer]:
+async def crowd(target: Target) -> Sequence[ChatAnswer]:
     tokens = min(CROWD_TOKENS, target.usable // 3)
     asked = (
         target.client.chat(target.model, target.prompt(7_000 + number, tokens), 32)
@@ -157,17 +157,17 @@ async def crowd(target: Target) -> Sequence[Answer]:
     return await asyncio.gather(*asked)
 
 
-async def kill(scene: Scene) -> Sequence[Answer]:
+async def kill(scene: Scene) -> Sequence[ChatAnswer]:
     await asyncio.to_thread(scene.processes.send, signal.SIGKILL)
     return ()
 
 
-async def hang(scene: Scene) -> Sequence[Answer]:
+async def hang(scene: Scene) -> Sequence[ChatAnswer]:
     await asyncio.to_thread(scene.processes.send, signal.SIGSTOP)
     return ()
 
 
-async def oom(scene: Scene) -> Sequence[Answer]:
+async def oom(scene: Scene) -> Sequence[ChatAnswer]:
     scene.group.allow(ROOM_BYTES)
     await asyncio.to_thread(scene.group.kill_largest)
     return ()
@@ -193,7 +193,7 @@ CASES: Mapping[str, Case] = {
 
 async def play(server: Server, case: str, started: Running, group: MemoryLimit) -> Outcome:
     """Let a case happen in the middle of three answers."""
-    async with Client(started.url, silence_s=PATIENCE_S) as client:
+    async with OpenAIClient(started.url, silence_s=PATIENCE_S) as client:
         target = await describe(client, server.model)
         reference = await undisturbed(target)
         async with bystanders(target, reference) as others:
@@ -229,12 +229,12 @@ async def seconds_to_answer(target: Target) -> float | None:
     return None
 
 
-async def health_of(client: Client) -> str:
+async def health_of(client: OpenAIClient) -> str:
     """Return "200" if a server that answers no request still calls itself healthy."""
     return "200" if await client.page("/health") is not None else "not 200"
 
 
-def counted(answers: Sequence[Answer]) -> str:
+def counted(answers: Sequence[ChatAnswer]) -> str:
     counts = Counter(answer.outcome for answer in answers)
     if len(answers) == 1:
         return answers[0].outcome

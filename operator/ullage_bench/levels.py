@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ullage_verify.client import Answer
+from ullage_verify.client import ChatAnswer
 from ullage_verify.quantiles import quantile
 
 MIN_STEADY = 4
@@ -66,7 +66,7 @@ class Objectives(msgspec.Struct, frozen=True):
         )
 
 
-def measure(load: float, answers: Sequence[Answer], ends_at: float) -> Level:
+def measure(load: float, answers: Sequence[ChatAnswer], ends_at: float) -> Level:
     """Compute the throughput and latency of a load level from its responses.
 
     Rates only count responses that ended after the first response and before `ends_at`, because
@@ -100,7 +100,7 @@ def measure(load: float, answers: Sequence[Answer], ends_at: float) -> Level:
     )
 
 
-def _steady(whole: Sequence[Answer], ends_at: float) -> tuple[Sequence[Answer], float]:
+def _steady(whole: Sequence[ChatAnswer], ends_at: float) -> tuple[Sequence[ChatAnswer], float]:
     """Return the responses that ended under full load, and the length of this period in seconds.
 
     If there are too few of them, return all responses and the time from the start of the first to
@@ -145,7 +145,7 @@ def engines_for(rate: float, level: Level, num_engines: int) -> int:
     return max(1, math.ceil(rate / per_engine - 1e-9))
 
 
-class Cost(msgspec.Struct, frozen=True):
+class ServingCost(msgspec.Struct, frozen=True):
     """Cost of serving at one load level, in the currency of the engine price."""
 
     per_request: float
@@ -153,7 +153,7 @@ class Cost(msgspec.Struct, frozen=True):
     """Cost per million output tokens."""
 
 
-def cost_of(level: Level, price_per_hour: float, num_engines: int) -> Cost:
+def cost_of(level: Level, price_per_hour: float, num_engines: int) -> ServingCost:
     """Return the cost per request and per million output tokens at a load level.
 
     Args:
@@ -162,7 +162,7 @@ def cost_of(level: Level, price_per_hour: float, num_engines: int) -> Cost:
         num_engines: number of engines that the service had in the measurement.
     """
     per_s = price_per_hour * num_engines / 3600
-    return Cost(
+    return ServingCost(
         per_request=per_s / level.requests_per_s,
         per_million_tokens=per_s / level.tokens_per_s * 1e6 if level.tokens_per_s else math.inf,
     )

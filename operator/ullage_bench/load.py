@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 
 from ullage_bench.levels import Level, measure
-from ullage_verify.client import Answer
+from ullage_verify.client import ChatAnswer
 from ullage_verify.target import Target
 
 PAUSE_S = 1.0
@@ -48,16 +48,16 @@ class Sender:
         if shape.prefix_tokens:
             self._prefix = str(target.prompt(999, shape.prefix_tokens)[0]["content"])
 
-    async def request(self) -> Answer:
+    async def request(self) -> ChatAnswer:
         """Send one request, and return its response."""
         return await self._chat([self._turn()])
 
-    async def conversation(self) -> Sequence[Answer]:
+    async def conversation(self) -> Sequence[ChatAnswer]:
         """Send the turns of a conversation, each with its history, and return the responses.
 
         The conversation ends early if a response is incomplete.
         """
-        answers: list[Answer] = []
+        answers: list[ChatAnswer] = []
         messages: list[dict[str, str]] = []
         for _ in range(TURNS):
             messages.append(self._turn())
@@ -67,7 +67,7 @@ class Sender:
             messages.append({"role": "assistant", "content": answers[-1].text or "-"})
         return answers
 
-    async def _chat(self, messages: Sequence[dict[str, str]]) -> Answer:
+    async def _chat(self, messages: Sequence[dict[str, str]]) -> ChatAnswer:
         if self._prefix:
             messages = [{"role": "system", "content": self._prefix}, *messages]
         return await self._target.client.chat(
@@ -93,7 +93,7 @@ async def closed_loop(sender: Sender, clients: float, seconds: float) -> Level:
             answers.append(await sender.request())
             await _pause_after(answers[-1], ends_at)
 
-    answers: list[Answer] = []
+    answers: list[ChatAnswer] = []
     ends_at = time.monotonic() + seconds
     await asyncio.gather(*(client() for _ in range(int(clients))))
     return measure(clients, answers, ends_at)
@@ -133,13 +133,13 @@ async def conversations(sender: Sender, clients: float, seconds: float) -> Level
             answers.extend(await sender.conversation())
             await _pause_after(answers[-1], ends_at)
 
-    answers: list[Answer] = []
+    answers: list[ChatAnswer] = []
     ends_at = time.monotonic() + seconds
     await asyncio.gather(*(client() for _ in range(int(clients))))
     return measure(clients, answers, ends_at)
 
 
-async def _pause_after(answer: Answer, ends_at: float) -> None:
+async def _pause_after(answer: ChatAnswer, ends_at: float) -> None:
     """Pause after an incomplete response, for its Retry-After time or else PAUSE_S seconds."""
     if not answer.is_whole:
         wait_s = answer.retry_after_s or PAUSE_S

@@ -5,7 +5,7 @@ from xml.sax.saxutils import escape
 
 import msgspec
 
-from ullage_bench.levels import Cost, Level, Objectives
+from ullage_bench.levels import Level, Objectives, ServingCost
 
 HEADS = ("load", "req/s", "tok/s", "TTFT p50", "p95", "per token", "E2E p50", "p95", "refused")
 WIDTHS = (6, 8, 9, 9, 8, 10, 8, 8, 8)
@@ -31,7 +31,7 @@ class Report(msgspec.Struct, frozen=True):
     objectives: Objectives
     knee: Level | None
     """The best load level, or None if no level meets the objectives."""
-    cost: Cost | None = None
+    cost: ServingCost | None = None
     rate: float | None = None
     """Requests per second for which to calculate the number of engines, or None."""
     engines: int | None = None

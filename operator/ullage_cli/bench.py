@@ -16,7 +16,7 @@ from ullage_bench.load import LOOPS, Sender, Shape, sweep
 from ullage_bench.report import Report
 from ullage_cli.server_url import add_target, server_url, write_reports
 from ullage_operator.api.errors import LocalFailure
-from ullage_verify.client import Client
+from ullage_verify.client import OpenAIClient
 from ullage_verify.target import Target, TargetError, describe
 
 INTERRUPTED = 130
@@ -145,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _bench(url: str, baseline: Report | None, options: argparse.Namespace) -> Report:
     key = options.api_key or os.environ.get("ULLAGE_API_KEY", "")
-    async with Client(url, key) as client:
+    async with OpenAIClient(url, key) as client:
         target = await describe(client, options.model, options.context)
         shape = Shape(options.input_tokens, max(1, options.output_tokens), options.prefix_tokens)
         longest = shape.prefix_tokens + shape.input_tokens + shape.output_tokens

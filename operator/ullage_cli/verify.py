@@ -12,12 +12,12 @@ from pathlib import Path
 from ullage_cli.server_url import add_target, server_url, write_reports
 from ullage_operator.api.errors import LocalFailure
 from ullage_verify import report as reports
-from ullage_verify.client import SILENCE_S, Client
+from ullage_verify.client import SILENCE_S, OpenAIClient
 from ullage_verify.criteria import Criterion
 from ullage_verify.faults import Fault, admin_faults, pod_faults, process_faults
 from ullage_verify.processes import ServerProcesses
-from ullage_verify.run import SCENARIOS, Report, verify
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.run import SCENARIOS, VerifyReport, verify
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import TargetError, describe
 
 INTERRUPTED = 130
@@ -68,16 +68,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--ttft",
         type=seconds,
-        default=Settings.ttft_s,
+        default=ScenarioSettings.ttft_s,
         metavar="SECONDS",
-        help=f"objective for the first token under overload, p95 ({Settings.ttft_s:g})",
+        help=f"objective for the first token under overload, p95 ({ScenarioSettings.ttft_s:g})",
     )
     parser.add_argument(
         "--large-tokens",
         type=positive,
-        default=Settings.large_tokens,
+        default=ScenarioSettings.large_tokens,
         metavar="TOKENS",
-        help=f"threshold of the pool for large requests ({Settings.large_tokens})",
+        help=f"threshold of the pool for large requests ({ScenarioSettings.large_tokens})",
     )
     parser.add_argument(
         "--pid", type=positive, help="first process of the server here, which may be harmed"
@@ -152,15 +152,15 @@ def run(options: argparse.Namespace) -> int:
     return int(report.num_failed > 0)
 
 
-async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -> Report:
+async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -> VerifyReport:
     key = options.api_key or os.environ.get("ULLAGE_API_KEY", "")
     screen = Screen()
-    async with Client(url, key, SILENCE_S) as client:
+    async with OpenAIClient(url, key, SILENCE_S) as client:
         target = await describe(client, options.model, options.context)
         print(f"{client.url}: {target.model}, {target.context} tokens of context", flush=True)
 
         with _faults(options) as faults:
-            settings = Settings(
+            settings = ScenarioSettings(
                 minutes=options.minutes,
                 large_tokens=options.large_tokens,
                 ttft_s=options.ttft,

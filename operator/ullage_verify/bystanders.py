@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from ullage_verify.client import Answer
+from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
 from ullage_verify.kinds import KINDS
 from ullage_verify.target import Target
@@ -35,7 +35,7 @@ class Bystanders:
     """Other clients' streams, which must continue unharmed during a disturbance."""
 
     reference: Reference
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ChatAnswer] = field(default_factory=list)
     disturbed_at: float | None = None
     """Time of the fault on the monotonic clock, or None if requests cause the disturbance."""
 
@@ -98,7 +98,7 @@ async def bystanders(target: Target, reference: Reference) -> AsyncIterator[Byst
     """
     begun = 0
 
-    def count(answer: Answer) -> None:
+    def count(answer: ChatAnswer) -> None:
         nonlocal begun
         begun += answer.num_pieces == BEGUN_PIECES
 
@@ -114,7 +114,7 @@ async def bystanders(target: Target, reference: Reference) -> AsyncIterator[Byst
             task.cancel()
 
 
-async def _ask(target: Target, question: str, tokens: int, on_text: object = None) -> Answer:
+async def _ask(target: Target, question: str, tokens: int, on_text: object = None) -> ChatAnswer:
     messages = [{"role": "user", "content": question}]
     return await target.client.chat(
         target.model, messages, tokens, on_text if callable(on_text) else None, ignore_eos=True

@@ -31,7 +31,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """The outcome of one request. Times are in seconds, on the monotonic clock."""
 
     began_at: float
@@ -109,7 +109,7 @@ class Page:
     """The response body, or a description of the failure if `status` is 0."""
 
 
-class Client:
+class OpenAIClient:
     """An HTTP client of one server.
 
     Args:
@@ -140,9 +140,9 @@ class Client:
             trust_env=False,
         )
 
-    def with_buffers(self, num_bytes: int) -> "Client":
+    def with_buffers(self, num_bytes: int) -> "OpenAIClient":
         """Return another client of the same server, with receive buffers of `num_bytes`."""
-        return Client(self.url, self._key, buffer_bytes=num_bytes)
+        return OpenAIClient(self.url, self._key, buffer_bytes=num_bytes)
 
     async def __aenter__(self) -> Self:
         return self
@@ -160,9 +160,9 @@ class Client:
         model: str,
         messages: Messages,
         max_tokens: int,
-        on_text: Callable[[Answer], Any] | None = None,
+        on_text: Callable[[ChatAnswer], Any] | None = None,
         **fields: Any,
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Request a greedy chat completion as a stream, and read it to its end.
 
         Args:
@@ -185,13 +185,13 @@ class Client:
         return await self.post("chat/completions", body, on_text)
 
     async def post(
-        self, path: str, body: Document, on_text: Callable[[Answer], Any] | None = None
-    ) -> Answer:
+        self, path: str, body: Document, on_text: Callable[[ChatAnswer], Any] | None = None
+    ) -> ChatAnswer:
         """Send a request to a path below /v1, and read the response to its end.
 
-        If the server fails, the returned `Answer` describes the failure. No exception is raised.
+        If the server fails, the method raises nothing, and the answer describes the failure.
         """
-        answer = Answer(time.monotonic())
+        answer = ChatAnswer(time.monotonic())
         try:
             async with self._http.post(f"{self.url}/v1/{path}", json=body) as response:
                 answer.status = response.status
@@ -215,7 +215,7 @@ class Client:
 
     async def obey(
         self, model: str, messages: Messages, max_tokens: int, **fields: Any
-    ) -> Sequence[Answer]:
+    ) -> Sequence[ChatAnswer]:
         """Send a request, and retry it after each refusal once its Retry-After has expired.
 
         Returns:
@@ -223,7 +223,7 @@ class Client:
             refused MAX_TRIES attempts, or if its last refusal had no Retry-After or one above
             MAX_RETRY_AFTER_S.
         """
-        answers: list[Answer] = []
+        answers: list[ChatAnswer] = []
         for _ in range(MAX_TRIES):
             answers.append(await self.chat(model, messages, max_tokens, **fields))
             wait_s = answers[-1].retry_after_s or 0.0
@@ -256,7 +256,9 @@ class Client:
 
 
 async def _read_stream(
-    response: aiohttp.ClientResponse, answer: Answer, on_text: Callable[[Answer], Any] | None
+    response: aiohttp.ClientResponse,
+    answer: ChatAnswer,
+    on_text: Callable[[ChatAnswer], Any] | None,
 ) -> None:
     is_done = False
     async for line in response.content:
@@ -284,7 +286,7 @@ async def _read_stream(
         answer.error = "broken off: the stream ended without a finish reason"
 
 
-def _read_body(body: object, answer: Answer) -> None:
+def _read_body(body: object, answer: ChatAnswer) -> None:
     answer.body = _object(body)
     _add_usage(answer.body, answer)
     for choice in answer.body.get("choices") or ():
@@ -311,7 +313,7 @@ def _text_of(part: Document) -> str:
     return "".join(word for word in words if isinstance(word, str))
 
 
-def _add_usage(document: Document, answer: Answer) -> None:
+def _add_usage(document: Document, answer: ChatAnswer) -> None:
     usage = document.get("usage") or {}
     answer.prompt_tokens = usage.get("prompt_tokens") or answer.prompt_tokens
     answer.output_tokens = usage.get("completion_tokens") or answer.output_tokens

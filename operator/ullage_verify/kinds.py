@@ -25,7 +25,7 @@ _WEATHER = {
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class RequestKind:
     """A kind of request: its question, and fields such as sampling parameters."""
 
     name: str
@@ -35,15 +35,15 @@ class Kind:
 
 
 KINDS = (
-    Kind("greedy", "Why is the sky blue?", {"ignore_eos": True}),
-    Kind("greedy", "What is gravity?", {"ignore_eos": True}),
-    Kind("greedy", "Tell me about the sea.", {"ignore_eos": True}),
-    Kind(
+    RequestKind("greedy", "Why is the sky blue?", {"ignore_eos": True}),
+    RequestKind("greedy", "What is gravity?", {"ignore_eos": True}),
+    RequestKind("greedy", "Tell me about the sea.", {"ignore_eos": True}),
+    RequestKind(
         "sampled",
         "Write a story about a harbour.",
         {"temperature": 0.8, "seed": 7, "ignore_eos": True},
     ),
-    Kind(
+    RequestKind(
         "schema",
         "Describe a person.",
         {
@@ -53,12 +53,12 @@ KINDS = (
             }
         },
     ),
-    Kind(
+    RequestKind(
         "tools",
         "How is the weather in Paris?",
         {"tools": [_WEATHER], "tool_choice": "required"},
     ),
-    Kind(
+    RequestKind(
         "choices",
         "Write a line about winter.",
         {"n": 4, "temperature": 0.8, "seed": 11, "ignore_eos": True},

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from ullage_verify.criteria import Criterion
-from ullage_verify.run import Report
+from ullage_verify.run import VerifyReport
 
 MARKS = {"passed": "✓", "failed": "✗", "skipped": "-"}
 COLORS = {"passed": "#3f9c5a", "failed": "#c0392b", "skipped": "#888"}
@@ -21,13 +21,13 @@ def line(criterion: Criterion) -> str:
     return f"  {MARKS[criterion.verdict]} {criterion.name}: {criterion.seen}{limit}"
 
 
-def summary(report: Report) -> str:
+def summary(report: VerifyReport) -> str:
     """Return one line with the number of criteria by verdict."""
     counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in MARKS)
     return f"{counts} in {report.seconds:.0f} s"
 
 
-def as_json(report: Report) -> str:
+def as_json(report: VerifyReport) -> str:
     """Format a report as JSON with a final newline."""
     document = {
         "url": report.url,
@@ -43,7 +43,7 @@ def as_json(report: Report) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
-def as_markdown(report: Report) -> str:
+def as_markdown(report: VerifyReport) -> str:
     """Format a report as a Markdown table with one row per criterion."""
     rows = [
         ("scenario", "criterion", "limit", "seen", ""),
@@ -53,7 +53,7 @@ def as_markdown(report: Report) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n" for row in rows)
 
 
-def as_svg(report: Report) -> str:
+def as_svg(report: VerifyReport) -> str:
     """Draw a report as an SVG picture that is readable on light and dark pages."""
     body = [_text(20, 24, f"{report.model}: {summary(report)}", "#888", "bold")]
     y = 24

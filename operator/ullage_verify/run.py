@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.scenarios import inject, large, oom, overload, shift, soak, streams
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target
 
-Scenario = Callable[[Target, Settings, Checks], Awaitable[None]]
+Scenario = Callable[[Target, ScenarioSettings, Checks], Awaitable[None]]
 
 SCENARIOS: Mapping[str, Scenario] = {
     "streams": streams.run,
@@ -24,7 +24,7 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """The outcome of a run: the server, and all criteria with their verdicts."""
 
     url: str
@@ -47,9 +47,9 @@ class Report:
 async def verify(
     target: Target,
     names: Sequence[str],
-    settings: Settings,
+    settings: ScenarioSettings,
     show: Callable[[Criterion], None],
-) -> Report:
+) -> VerifyReport:
     """Run scenarios against a server, and return a report with every criterion.
 
     Args:
@@ -67,7 +67,7 @@ async def verify(
         criteria += checks.criteria
         figures[name] = checks.figures
 
-    return Report(
+    return VerifyReport(
         url=target.client.url,
         model=target.model,
         context=target.context,

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ullage_verify.client import Client, Document, Messages
+from ullage_verify.client import Document, Messages, OpenAIClient
 
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 """Words that are a single token in common vocabularies."""
@@ -24,7 +24,7 @@ class TargetError(Exception):
 class Target:
     """The server under test, with properties that it reports or that short test requests reveal."""
 
-    client: Client
+    client: OpenAIClient
     model: str
     adapters: tuple[str, ...]
     """Names of the model's LoRA adapters that the server serves."""
@@ -74,7 +74,7 @@ class Target:
         return next((totals[name] for name in names if name in totals), None)
 
 
-async def describe(client: Client, model: str = "", context: int = 0) -> Target:
+async def describe(client: OpenAIClient, model: str = "", context: int = 0) -> Target:
     """Query a server's models and context size, and measure how many tokens a word has.
 
     Args:
@@ -112,7 +112,7 @@ async def describe(client: Client, model: str = "", context: int = 0) -> Target:
     )
 
 
-async def _probe(client: Client, model: str, words: int) -> int:
+async def _probe(client: OpenAIClient, model: str, words: int) -> int:
     """Send a prompt with the given number of words, and return its number of tokens.
 
     Raises:
@@ -127,7 +127,7 @@ async def _probe(client: Client, model: str, words: int) -> int:
     return answer.prompt_tokens
 
 
-async def _models(client: Client) -> Mapping[str, Document]:
+async def _models(client: OpenAIClient) -> Mapping[str, Document]:
     """Return the server's model cards by name.
 
     Raises:
@@ -155,7 +155,7 @@ async def _models(client: Client) -> Mapping[str, Document]:
     return named
 
 
-async def _context(client: Client, card: Document) -> int:
+async def _context(client: OpenAIClient, card: Document) -> int:
     """Return the context size that the server reports, in tokens (0 if it reports none)."""
     props: Any = await client.document("/props")  # llama.cpp
     settings = props.get("default_generation_settings") or {}

@@ -13,7 +13,7 @@ from ullage_bench import report as reports
 from ullage_bench.levels import Objectives
 from ullage_bench.load import LOOPS, Sender, Shape, sweep
 from ullage_cli.main import main
-from ullage_verify.client import Client
+from ullage_verify.client import OpenAIClient
 from ullage_verify.target import describe
 
 Fake = Callable[..., Any]
@@ -138,7 +138,7 @@ def test_wrong_options(option: str) -> None:
 
 def test_every_prompt_is_new_and_has_the_shared_beginning(fake_server: Fake) -> None:
     async def scenario() -> None:
-        async with fake_server() as server, Client(server.url) as client:
+        async with fake_server() as server, OpenAIClient(server.url) as client:
             target = await describe(client)
             sender = Sender(target, Shape(30, 4, prefix_tokens=40))
             first = await sender.request()
@@ -155,7 +155,7 @@ def test_every_prompt_is_new_and_has_the_shared_beginning(fake_server: Fake) -> 
 
 def test_a_sweep_ends_when_more_load_brings_less(fake_server: Fake) -> None:
     async def scenario() -> None:
-        async with fake_server(max_running=2) as server, Client(server.url) as client:
+        async with fake_server(max_running=2) as server, OpenAIClient(server.url) as client:
             target = await describe(client)
             sender = Sender(target, Shape(20, 4))
             loads = [2.0, 1.0, 1.0, 1.0, 1.0, 1.0]  # fewer clients stand for a slower server

@@ -17,7 +17,7 @@ from ullage_bench.levels import (
     measure,
     regressions,
 )
-from ullage_verify.client import Answer
+from ullage_verify.client import ChatAnswer
 from ullage_verify.quantiles import quantile
 
 
@@ -29,9 +29,9 @@ def level(load: float = 1, **fields: Any) -> Level:
     )
 
 
-def answer(seconds: float = 2.0, tokens: int = 5, **fields: Any) -> Answer:
+def answer(seconds: float = 2.0, tokens: int = 5, **fields: Any) -> ChatAnswer:
     whole = {"status": 200, "first_at": 100.5, "ended_at": 100.0 + seconds}
-    return Answer(100.0, output_tokens=tokens, **(whole | fields))
+    return ChatAnswer(100.0, output_tokens=tokens, **(whole | fields))
 
 
 def test_figures_of_a_level() -> None:
@@ -50,7 +50,7 @@ def test_a_rate_does_not_depend_on_the_latency(latency: float, rate: int) -> Non
     """A server that answers everything after a fixed time keeps up with the load."""
     seconds = 60
     answers = [
-        Answer(
+        ChatAnswer(
             100.0 + number / rate,
             status=200,
             output_tokens=10,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ullage_testing.fake_openai import Behaviour, FakeServer, serving
 
-from ullage_verify.client import Client
+from ullage_verify.client import OpenAIClient
 from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.target import Target, describe
 
@@ -29,7 +29,7 @@ def checked() -> Callable[..., list[Criterion]]:
         async def scenario() -> list[Criterion]:
             async with (
                 serving(Behaviour(**behaviour)) as server,
-                Client(server.url, silence_s=silence_s) as client,
+                OpenAIClient(server.url, silence_s=silence_s) as client,
             ):
                 target = await describe(client)
                 checks = Checks("scenario", lambda _: None)

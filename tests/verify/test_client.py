@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage_verify.client import Answer, Client
+from ullage_verify.client import ChatAnswer, OpenAIClient
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 FIRST = 'data: {"choices": [{"delta": {"content": "schön "}}]}\n\n'.encode()
@@ -23,10 +23,10 @@ END = (
 Send = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
-def answer_to(send: Send, silence_s: float = 5.0) -> Answer:
+def answer_to(send: Send, silence_s: float = 5.0) -> ChatAnswer:
     """Return what the client records of a server that sends these bytes."""
 
-    async def scenario() -> Answer:
+    async def scenario() -> ChatAnswer:
         async with served(send, silence_s) as client:
             return await client.chat("m", [{"role": "user", "content": "Hi"}], 8)
 
@@ -34,7 +34,7 @@ def answer_to(send: Send, silence_s: float = 5.0) -> Answer:
 
 
 @contextlib.asynccontextmanager
-async def served(send: Send, silence_s: float = 5.0) -> AsyncIterator[Client]:
+async def served(send: Send, silence_s: float = 5.0) -> AsyncIterator[OpenAIClient]:
     """Yield a client of a server that sends these bytes to each request."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,7 +48,7 @@ async def served(send: Send, silence_s: float = 5.0) -> AsyncIterator[Client]:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    async with server, Client(f"http://{host}:{port}/v1/", silence_s=silence_s) as client:
+    async with server, OpenAIClient(f"http://{host}:{port}/v1/", silence_s=silence_s) as client:
         yield client
 
 
@@ -111,7 +111,7 @@ def test_thoughts_are_text(name: str) -> None:
 
 @pytest.mark.parametrize("body", ["[1]", '"x"', '{"choices": [3]}', '{"choices": 7}', "{"])
 def test_a_body_of_another_form_is_broken(body: str) -> None:
-    async def scenario() -> Answer:
+    async def scenario() -> ChatAnswer:
         head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         async with served(sending(f"{head}\r\n\r\n{body}".encode())) as client:
             return await client.post("chat/completions", {})
@@ -166,8 +166,8 @@ def test_a_refusal_says_when_to_return() -> None:
 
 
 def test_nobody_answers() -> None:
-    async def scenario() -> Answer:
-        async with Client("http://127.0.0.1:9") as client:
+    async def scenario() -> ChatAnswer:
+        async with OpenAIClient("http://127.0.0.1:9") as client:
             return await client.chat("m", [], 1)
 
     assert asyncio.run(scenario()).outcome == "broken"

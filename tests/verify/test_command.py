@@ -12,7 +12,7 @@ import pytest
 from ullage_cli.main import main
 from ullage_verify import report as reports
 from ullage_verify.criteria import Criterion
-from ullage_verify.run import SCENARIOS, Report
+from ullage_verify.run import SCENARIOS, VerifyReport
 from ullage_verify.scenarios import streams
 
 Fake = Callable[..., Any]
@@ -108,6 +108,6 @@ def test_every_scenario_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_table_has_no_stray_bars() -> None:
     criterion = Criterion("s", "a | b", "≤ 1", "x|y", "failed")
-    report = Report("u", "m", 1, [criterion], {}, 1.0)
+    report = VerifyReport("u", "m", 1, [criterion], {}, 1.0)
     assert reports.as_markdown(report).splitlines()[-1] == "| s | a / b | ≤ 1 | x/y | ✗ |"
     assert report.num_failed == 1

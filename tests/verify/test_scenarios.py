@@ -10,7 +10,7 @@ from ullage_verify import bystanders
 from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.run import SCENARIOS
 from ullage_verify.scenarios import inject, marathon, soak, streams
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target, TargetError
 
 Checked = Callable[..., list[Criterion]]
@@ -19,7 +19,7 @@ Checked = Callable[..., list[Criterion]]
 def scenario(name: str, **settings: Any) -> Callable[..., Any]:
     async def check(target: Target, server: Any, checks: Checks) -> None:
         options = {"large_tokens": 300, "minutes": 0.04, **settings}
-        await SCENARIOS[name](target, Settings(**options), checks)
+        await SCENARIOS[name](target, ScenarioSettings(**options), checks)
 
     return check
 
@@ -185,7 +185,7 @@ def faulty(fault: Callable[[Any], Any]) -> Callable[..., Any]:
             await asyncio.sleep(0)
             fault(server)
 
-        await inject.run(target, Settings(faults={"fault": happen}), checks)
+        await inject.run(target, ScenarioSettings(faults={"fault": happen}), checks)
 
     return check
 
@@ -197,7 +197,7 @@ def test_a_fault_after_the_streams_proves_nothing(
         async def late() -> None:
             await asyncio.sleep(2.0)
 
-        await inject.run(target, Settings(faults={"late": late}), checks)
+        await inject.run(target, ScenarioSettings(faults={"late": late}), checks)
 
     monkeypatch.setattr(bystanders, "MIN_STREAM_S", 0.3)
     criteria = checked(check)
@@ -217,7 +217,7 @@ def test_a_fault_that_cannot_be_made_here_is_skipped(checked: Checked) -> None:
             pass
 
         faults = {"impossible": impossible, "harmless": harmless}
-        await inject.run(target, Settings(faults=faults, num_faults=5), checks)
+        await inject.run(target, ScenarioSettings(faults=faults, num_faults=5), checks)
 
     criteria = checked(check)
     assert failed(criteria) == []
@@ -254,7 +254,7 @@ def marathon_of(fault: Callable[[Any], Any], num_faults: int = 3) -> Callable[..
             await asyncio.sleep(0)
             fault(server)
 
-        settings = Settings(faults={"fault": happen}, num_faults=num_faults)
+        settings = ScenarioSettings(faults={"fault": happen}, num_faults=num_faults)
         await marathon.run(target, settings, checks)
 
     return check

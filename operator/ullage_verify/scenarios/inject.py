@@ -8,7 +8,7 @@ from ullage_verify.bystanders import bystanders, undisturbed
 from ullage_verify.criteria import Checks
 from ullage_verify.faults import Fault
 from ullage_verify.scenarios import marathon
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target, TargetError
 
 MAX_GAP_S = 30.0
@@ -22,7 +22,7 @@ NUM_IN_A_ROW = 3
 SETTLE_S = 3.0
 
 
-async def run(target: Target, settings: Settings, checks: Checks) -> None:
+async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Inject each fault while three streams run, and then one fault three times in a row."""
     if not settings.faults:
         checks.skip("faults", "none may be made; give --pid, --pod or --admin")
@@ -55,7 +55,7 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
 
 
 async def _in_a_row(
-    target: Target, settings: Settings, checks: Checks, name: str, fault: Fault
+    target: Target, settings: ScenarioSettings, checks: Checks, name: str, fault: Fault
 ) -> None:
     """Inject a fault again each time the server has recovered, to imitate a crash loop."""
     for number in range(NUM_IN_A_ROW):

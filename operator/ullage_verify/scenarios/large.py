@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 
-from ullage_verify.client import Answer, Document
+from ullage_verify.client import ChatAnswer, Document
 from ullage_verify.criteria import Checks
 from ullage_verify.quantiles import quantile
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target
 
 NUM_REQUESTS = 6
@@ -15,7 +15,7 @@ P95_S = 20.0
 SINGLE_ROUTE = "single"
 
 
-async def run(target: Target, settings: Settings, checks: Checks) -> None:
+async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Send prompts above and below the threshold, and check their routes in /stats."""
     stats = await target.stats()
     large_pools = sorted(
@@ -71,7 +71,7 @@ def _check_routes(checks: Checks, kind: str, records: Sequence[Document]) -> Non
     )
 
 
-async def _ask_all(target: Target, first: int, tokens: int) -> Sequence[Answer]:
+async def _ask_all(target: Target, first: int, tokens: int) -> Sequence[ChatAnswer]:
     """Send several different prompts at once, and return the final response to each."""
     tries = await asyncio.gather(
         *(

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ullage_verify.client import Answer
+from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
 from ullage_verify.faults import Fault
-from ullage_verify.kinds import KINDS, Kind
+from ullage_verify.kinds import KINDS, RequestKind
 from ullage_verify.quantiles import quantile
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target, TargetError
 
 TOKENS = 160
@@ -29,19 +29,19 @@ RETRY_S = 0.5
 class Marathon:
     """The finished streams and the injected faults so far."""
 
-    expected: Mapping[Kind, str]
+    expected: Mapping[RequestKind, str]
     """Response text of each kind of request in a run without faults."""
-    answers: list[tuple[Kind, Answer]] = field(default_factory=list)
+    answers: list[tuple[RequestKind, ChatAnswer]] = field(default_factory=list)
     fault_times: list[float] = field(default_factory=list)
     last_text_at: float = 0.0
     """Time at which any stream last received text, on the monotonic clock."""
     is_over: bool = False
 
-    def on_text(self, answer: Answer) -> None:
+    def on_text(self, answer: ChatAnswer) -> None:
         """Record that a stream has received text."""
         self.last_text_at = answer.last_at or 0.0
 
-    def disturbed(self) -> Sequence[tuple[Kind, Answer]]:
+    def disturbed(self) -> Sequence[tuple[RequestKind, ChatAnswer]]:
         """Return the responses that were streaming when a fault happened."""
         return [
             (kind, answer)
@@ -50,7 +50,7 @@ class Marathon:
         ]
 
 
-async def run(target: Target, settings: Settings, checks: Checks) -> None:
+async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Inject random faults while a stream of each kind runs, and check all responses."""
     expected = await _undisturbed(target, checks)
     if not expected:
@@ -74,13 +74,13 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
     _check(checks, marathon)
 
 
-async def _undisturbed(target: Target, checks: Checks) -> Mapping[Kind, str]:
+async def _undisturbed(target: Target, checks: Checks) -> Mapping[RequestKind, str]:
     """Return the response text of each kind of request in a run without faults.
 
     A kind is left out if its response is incomplete or empty, or differs between two such runs.
     """
     runs = [await asyncio.gather(*(_ask(target, kind) for kind in KINDS)) for _ in range(2)]
-    expected: dict[Kind, str] = {}
+    expected: dict[RequestKind, str] = {}
     for kind, first, second in zip(KINDS, *runs, strict=True):
         if not first.is_whole:
             checks.skip(f"{kind.name}: {kind.question}", f"the server answers {first.outcome}")
@@ -91,7 +91,7 @@ async def _undisturbed(target: Target, checks: Checks) -> Mapping[Kind, str]:
     return expected
 
 
-async def _stream(target: Target, marathon: Marathon, kind: Kind) -> None:
+async def _stream(target: Target, marathon: Marathon, kind: RequestKind) -> None:
     while not marathon.is_over:
         answer = await _ask(target, kind, marathon)
         marathon.answers.append((kind, answer))
@@ -99,13 +99,13 @@ async def _stream(target: Target, marathon: Marathon, kind: Kind) -> None:
             await asyncio.sleep(answer.retry_after_s or RETRY_S)
 
 
-async def _ask(target: Target, kind: Kind, marathon: Marathon | None = None) -> Answer:
+async def _ask(target: Target, kind: RequestKind, marathon: Marathon | None = None) -> ChatAnswer:
     messages = [{"role": "user", "content": kind.question}]
     on_text = marathon.on_text if marathon else None
     return await target.client.chat(target.model, messages, TOKENS, on_text, **kind.fields)
 
 
-async def _make_faults(settings: Settings, marathon: Marathon) -> bool:
+async def _make_faults(settings: ScenarioSettings, marathon: Marathon) -> bool:
     """Inject the faults, and return whether the server recovered from each of them."""
     chooser = random.Random(1)
     names = sorted(settings.faults)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ullage_verify.bystanders import bystanders, undisturbed
-from ullage_verify.client import Answer
+from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target
 
 LARGE_PROMPT_TOKENS = 12_000
@@ -43,22 +43,22 @@ class Case:
     name: str
     report: str
     """Public bug report of such a crash, as project#number (empty without one)."""
-    provoke: Callable[[Target], Awaitable[Sequence[Answer]]]
+    provoke: Callable[[Target], Awaitable[Sequence[ChatAnswer]]]
     must_refuse: bool = False
     """Whether the server must refuse the request, because it can never be served."""
 
 
-async def full_context(target: Target) -> Sequence[Answer]:
+async def full_context(target: Target) -> Sequence[ChatAnswer]:
     prompt = target.prompt(1, target.usable - 16)
     return [await target.client.chat(target.model, prompt, 16)]
 
 
-async def too_long(target: Target) -> Sequence[Answer]:
+async def too_long(target: Target) -> Sequence[ChatAnswer]:
     prompt = target.prompt(2, 2 * target.context)
     return [await target.client.chat(target.model, prompt, 16)]
 
 
-async def prompt_logprobs(target: Target) -> Sequence[Answer]:
+async def prompt_logprobs(target: Target) -> Sequence[ChatAnswer]:
     text = target.prompt(3, target.usable * 3 // 4)[0]["content"]
     body = {"model": target.model, "prompt": text, "max_tokens": 1, "prompt_logprobs": 20}
     echo = {"model": target.model, "prompt": text, "max_tokens": 1, "echo": True, "logprobs": 5}
@@ -68,12 +68,12 @@ async def prompt_logprobs(target: Target) -> Sequence[Answer]:
     ]
 
 
-async def adapters(target: Target) -> Sequence[Answer]:
+async def adapters(target: Target) -> Sequence[ChatAnswer]:
     prompt = target.prompt(4, target.usable - 16)
     return await asyncio.gather(*(target.client.chat(name, prompt, 16) for name in target.adapters))
 
 
-async def images(target: Target) -> Sequence[Answer]:
+async def images(target: Target) -> Sequence[ChatAnswer]:
     url = await asyncio.to_thread(_blank_png, IMAGE_SIDE)  # the other streams must not wait for it
     picture = {"type": "image_url", "image_url": {"url": url}}
     text = {"type": "text", "text": "What is this?"}
@@ -81,7 +81,7 @@ async def images(target: Target) -> Sequence[Answer]:
     return [await target.client.chat(target.model, messages, 16)]
 
 
-async def long_answers(target: Target) -> Sequence[Answer]:
+async def long_answers(target: Target) -> Sequence[ChatAnswer]:
     tokens = min(512, target.usable // 4)
     requests = (
         target.client.chat(target.model, target.prompt(100 + number, 64), tokens, ignore_eos=True)
@@ -90,15 +90,15 @@ async def long_answers(target: Target) -> Sequence[Answer]:
     return await asyncio.gather(*requests)
 
 
-async def choices(target: Target) -> Sequence[Answer]:
+async def choices(target: Target) -> Sequence[ChatAnswer]:
     prompt = target.prompt(5, target.usable // 2)
     fields: dict[str, Any] = {"n": NUM_CHOICES, "temperature": 1.0}
     return [await target.client.chat(target.model, prompt, 64, **fields)]
 
 
-async def unique_prompts(target: Target) -> Sequence[Answer]:
+async def unique_prompts(target: Target) -> Sequence[ChatAnswer]:
     numbers = iter(range(1_000, 1_000 + NUM_UNIQUE))
-    answers: list[Answer] = []
+    answers: list[ChatAnswer] = []
 
     async def ask() -> None:
         for number in numbers:
@@ -109,7 +109,7 @@ async def unique_prompts(target: Target) -> Sequence[Answer]:
     return answers
 
 
-async def deep_schema(target: Target) -> Sequence[Answer]:
+async def deep_schema(target: Target) -> Sequence[ChatAnswer]:
     wanted = {"name": "deep", "schema": _deep_schema(SCHEMA_DEPTH)}
     fields: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": wanted}}
     return [await target.client.chat(target.model, target.prompt(6, 64), 32, **fields)]
@@ -128,7 +128,7 @@ CASES = (
 )
 
 
-async def run(target: Target, settings: Settings, checks: Checks) -> None:
+async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Send large requests, then run each case alongside three streams and check those streams."""
     before = await _headroom(target)
     await _large_prompts(target, checks)
@@ -169,7 +169,7 @@ async def _large_prompts(target: Target, checks: Checks) -> None:
     checks.holds(name, statuses <= {"200", "429"}, "200 or 429 only", _counted(answers))
 
 
-def _check_statuses(checks: Checks, case: Case, answers: Sequence[Answer]) -> None:
+def _check_statuses(checks: Checks, case: Case, answers: Sequence[ChatAnswer]) -> None:
     name = f"{case.name}: the answer"
     is_orderly = all(a.is_whole or 400 <= a.status < 500 or a.status == 503 for a in answers)
     if not case.must_refuse:
@@ -199,7 +199,7 @@ async def _headroom(target: Target) -> float | None:
     return sum(engine.get("headroom_bytes", 0) for engine in stats.get("engines", ())) or None
 
 
-def _counted(answers: Sequence[Answer]) -> str:
+def _counted(answers: Sequence[ChatAnswer]) -> str:
     counts = sorted(Counter(answer.outcome for answer in answers).items())
     if len(answers) == 1:
         return counts[0][0]

@@ -5,10 +5,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from ullage_verify.client import Answer
+from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
 from ullage_verify.quantiles import quantile
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target
 
 NUM_REQUESTS = 60
@@ -23,7 +23,7 @@ BACK_WITHIN_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 
 
-async def run(target: Target, settings: Settings, checks: Checks) -> None:
+async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Send sixty large requests at once, and retry refused ones after their Retry-After."""
     settings.progress(f"{NUM_REQUESTS} requests at once")
     tries = await asyncio.gather(*(_obey(target, number) for number in range(NUM_REQUESTS)))
@@ -62,13 +62,13 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
     checks.at_most("time of its answer", time.monotonic() - began, BACK_WITHIN_S)
 
 
-async def _obey(target: Target, number: int) -> Sequence[Answer]:
+async def _obey(target: Target, number: int) -> Sequence[ChatAnswer]:
     tokens = min(PROMPT_TOKENS, target.usable // 3)
     prompt = target.prompt(6_000 + number, tokens)
     return await target.client.obey(target.model, prompt, ANSWER_TOKENS, ignore_eos=True)
 
 
-def _check_second_tries(checks: Checks, tries: Sequence[Sequence[Answer]]) -> None:
+def _check_second_tries(checks: Checks, tries: Sequence[Sequence[ChatAnswer]]) -> None:
     name = "most refused clients are accepted when they return"
     returned = [each for each in tries if len(each) > 1]
     if not returned:

@@ -8,7 +8,7 @@ from ullage_verify.processes import ServerProcesses
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScenarioSettings:
     """Options of a run from the command line, shared by all scenarios."""
 
     minutes: float = 2.0

@@ -5,9 +5,9 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 
-from ullage_verify.client import Answer
+from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target
 
 NUM_CLIENTS = 4
@@ -15,17 +15,17 @@ SHORT_TOKENS = 100
 LONG_TOKENS = 8_000
 ANSWER_TOKENS = 32
 PHASE_SHARE = 1 / 6
-"""Duration of each phase, as a fraction of `Settings.minutes`."""
+"""Duration of each phase, as a fraction of `ScenarioSettings.minutes`."""
 MIN_SPEED_SHARE = 0.9
 """Minimum speed with short prompts after the long ones, as a fraction of that before them."""
 
 
-async def run(target: Target, settings: Settings, checks: Checks) -> None:
+async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Send short, then long, then short prompts, and compare the speed of the short phases."""
     long_tokens = min(LONG_TOKENS, target.usable - ANSWER_TOKENS)
     seconds = 60 * settings.minutes * PHASE_SHARE
     numbers = itertools.count(20_000)
-    answers: list[Answer] = []
+    answers: list[ChatAnswer] = []
     speeds: list[float] = []
     for tokens in (SHORT_TOKENS, long_tokens, SHORT_TOKENS):
         settings.progress(f"prompts of {tokens} tokens for {seconds:.0f} s")
@@ -52,9 +52,9 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
 
 async def _phase(
     target: Target, numbers: Iterator[int], tokens: int, ends_at: float
-) -> Sequence[Answer]:
+) -> Sequence[ChatAnswer]:
     """Let clients send prompts one after another until `ends_at`. Return all responses."""
-    answers: list[Answer] = []
+    answers: list[ChatAnswer] = []
 
     async def client() -> None:
         while time.monotonic() < ends_at:

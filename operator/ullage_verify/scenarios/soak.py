@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ullage_verify.client import MAX_RETRY_AFTER_S, Answer
+from ullage_verify.client import MAX_RETRY_AFTER_S, ChatAnswer
 from ullage_verify.criteria import Checks
 from ullage_verify.quantiles import quantile
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target
 
 NUM_SESSIONS = 4
@@ -32,11 +32,11 @@ MIB = 1 << 20
 
 
 @dataclass
-class Progress:
+class SoakProgress:
     """The responses and memory samples so far."""
 
     ends_at: float
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ChatAnswer] = field(default_factory=list)
     resident: list[float] = field(default_factory=list)
     """Samples of the server's resident memory in bytes."""
     used_share: list[float] = field(default_factory=list)
@@ -47,9 +47,9 @@ class Progress:
         return time.monotonic() >= self.ends_at
 
 
-async def run(target: Target, settings: Settings, checks: Checks) -> None:
+async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Keep four conversations running, and check the responses and the server's memory."""
-    progress = Progress(time.monotonic() + 60 * settings.minutes)
+    progress = SoakProgress(time.monotonic() + 60 * settings.minutes)
     async with asyncio.TaskGroup() as group:
         sampler = group.create_task(_sample(target, settings, progress))
         sessions = [
@@ -82,7 +82,7 @@ async def run(target: Target, settings: Settings, checks: Checks) -> None:
     checks.figures["refused"] = len(progress.answers) - len(answers)
 
 
-async def _converse(target: Target, progress: Progress, number: int) -> None:
+async def _converse(target: Target, progress: SoakProgress, number: int) -> None:
     """Hold one conversation after another until the run is over."""
     chooser = random.Random(number)
     for conversation in itertools.count():
@@ -109,7 +109,7 @@ async def _converse(target: Target, progress: Progress, number: int) -> None:
             tokens = answer.prompt_tokens + answer.output_tokens
 
 
-async def _sample(target: Target, settings: Settings, progress: Progress) -> None:
+async def _sample(target: Target, settings: ScenarioSettings, progress: SoakProgress) -> None:
     started = time.monotonic()
     while True:
         if settings.processes:

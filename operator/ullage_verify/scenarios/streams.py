@@ -3,9 +3,9 @@
 import asyncio
 import time
 
-from ullage_verify.client import Answer
+from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
-from ullage_verify.scenarios.settings import Settings
+from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target
 
 NUM_STREAMS = 24
@@ -36,7 +36,7 @@ MAX_SLOWDOWN = 3.0
 ALLOWANCE_S = 0.5
 
 
-async def run(target: Target, settings: Settings, checks: Checks) -> None:
+async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Check many streams at once, a plain response, a slow client, and vanishing clients."""
     settings.progress(f"{NUM_STREAMS} streams at once")
     await _many(target, checks)
@@ -93,11 +93,11 @@ async def _equals_plain(target: Target, checks: Checks) -> None:
     )
 
 
-async def _slow_client(target: Target, checks: Checks, alone: Answer) -> None:
+async def _slow_client(target: Target, checks: Checks, alone: ChatAnswer) -> None:
     """Read one response so slowly that the server must wait, while another request runs."""
     tokens = min(SLOW_TOKENS, target.usable // 2)
 
-    async def dawdle(answer: Answer) -> None:
+    async def dawdle(answer: ChatAnswer) -> None:
         if answer.num_pieces <= SLOW_PIECES:
             await asyncio.sleep(SLOW_READ_S)
 
@@ -121,7 +121,7 @@ async def _slow_client(target: Target, checks: Checks, alone: Answer) -> None:
     checks.at_most("an answer beside a slow client", beside.seconds, limit)
 
 
-async def _vanishing_clients(target: Target, checks: Checks, alone: Answer) -> None:
+async def _vanishing_clients(target: Target, checks: Checks, alone: ChatAnswer) -> None:
     """Close many streams after their first text, and check that the server ends the requests."""
     name = "requests of vanished clients end"
     speed = TOKENS / max(alone.seconds, 0.001)
@@ -129,8 +129,8 @@ async def _vanishing_clients(target: Target, checks: Checks, alone: Answer) -> N
     tokens = min(int(LEAVING_S * speed), target.usable - LEAVING_PROMPT_TOKENS)
     begun: set[int] = set()
 
-    def vanish(number: int) -> asyncio.Task[Answer]:
-        def note(_: Answer) -> None:
+    def vanish(number: int) -> asyncio.Task[ChatAnswer]:
+        def note(_: ChatAnswer) -> None:
             begun.add(number)
 
         prompt = target.prompt(5_000 + number, LEAVING_PROMPT_TOKENS)
