@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests in four parallel lanes, which keep two cores busy although most tests wait: first
-# computing tests and then whole services; the router's over sockets; those of the engine's server;
-# the operator, then workers and groups of ranks, then services that no other test shares, and the
+# computing tests and then whole services; the router's over sockets; those of the engine's server,
+# then checks and load tests of other servers; the operator, then workers and groups of ranks, then services that no other test shares, and the
 # benchmarks. Every test runs once, and a failure fails the run.
 #
 #   scripts/test.sh PYTHON                 tests of every change: neither nightly nor slow
@@ -29,14 +29,15 @@ fast_rest=(
     tests/router/policy tests/router/prompts/test_*.py tests/kv/test_{index,keys}.py
     "$engine"/{kv_cache,memory,model_config,parallel,protocol,quantization,scheduler,tokenizer}
 )
-talking=(tests/router tests/common tests/{verify,bench})
+talking=(tests/router tests/common)
 serving=("$engine/server") # measures stalls, so it shares no process with tests that compute
+checking=(tests/verify tests/bench)
 operating=(tests/operator tests/cli tests/kubeapi tests/charts)
 services=(tests/e2e tests/observability)
 benchmarks=(tests/benchmarks)
 unshared=(tests/e2e/test_{asleep,hybrid}.py)
 processes=("$engine/worker/process" "$engine/worker/ranks")
-elsewhere=("${talking[@]}" "${serving[@]}" "${operating[@]}" "${services[@]}" "${benchmarks[@]}" "${processes[@]}" tests/vllm)
+elsewhere=("${talking[@]}" "${serving[@]}" "${checking[@]}" "${operating[@]}" "${services[@]}" "${benchmarks[@]}" "${processes[@]}" tests/vllm)
 computing=("${elsewhere[@]/#/--ignore=}")
 services+=("${unshared[@]/#/--ignore=}")
 
@@ -85,7 +86,7 @@ esac
 
 start lane talking "${talking[@]}" > "$logs/talking.log" 2>&1
 talking_pid=$!
-start lane serving "${serving[@]}" > "$logs/serving.log" 2>&1
+start lanes serving checking > "$logs/serving.log" 2>&1
 serving_pid=$!
 start lanes operating processes unshared benchmarks > "$logs/operating.log" 2>&1
 operating_pid=$!

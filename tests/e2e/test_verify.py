@@ -98,7 +98,8 @@ def test_faults_hit_the_process_that_has_the_streams(service: "Service", tmp_pat
         "SIGKILL of the busiest process: the same words",
         "SIGSTOP of the busiest process: the same words",
     }
-    assert restarts(service) >= before + 5
+    # Each of the three faults ended a worker. A kill of one that still loads is not counted.
+    assert restarts(service) >= before + 3
 
 
 def restarts(service: "Service") -> int:

@@ -9,7 +9,7 @@ import pytest
 from ullage_verify import bystanders
 from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.run import SCENARIOS
-from ullage_verify.scenarios import inject, marathon, soak, streams
+from ullage_verify.scenarios import inject, marathon, shift, soak, streams
 from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target, TargetError
 
@@ -34,6 +34,8 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "SAMPLE_S", 0.1)
     monkeypatch.setattr(streams, "SLOW_READ_S", 0.01)
     monkeypatch.setattr(streams, "FREE_WITHIN_S", 0.15)
+    monkeypatch.setattr(shift, "MIN_SPEED_SHARE", 0.3)  # a busy machine changes its speed, too
+    monkeypatch.setattr(bystanders, "MIN_STREAM_S", 0.3)
     monkeypatch.setattr(inject, "SETTLE_S", 0.0)
     monkeypatch.setattr(inject, "PATIENCE_S", 1.0)
     monkeypatch.setattr(marathon, "PATIENCE_S", 1.0)
