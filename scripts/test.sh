@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Run the tests in four parallel lanes, which keep two cores busy although most tests wait: first
 # computing tests and then whole services; the router's over sockets; those of the engine's server,
-# then checks and load tests of other servers; the operator, then workers and groups of ranks, then services that no other test shares, and the
-# benchmarks. Every test runs once, and a failure fails the run.
+# then checks and load tests of other servers; the operator, then workers and groups of ranks, then
+# services that no other test shares, and the benchmarks. Every test runs once, and a failure fails
+# the run.
 #
 #   scripts/test.sh PYTHON                 tests of every change: neither nightly nor slow
 #   scripts/test.sh PYTHON nightly         the other tests that are not slow
