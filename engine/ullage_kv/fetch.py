@@ -31,7 +31,7 @@ _IN_HOST = Result(Status.HIT, HOST)
 
 
 def parts_of(num_blocks: int, size: int = PART_BLOCKS) -> list[range]:
-    """Split the indices 0 to `num_blocks` - 1 into ranges of `size`. The last may be shorter."""
+    """Split `range(num_blocks)` into ranges of `size` indices. The last range may be shorter."""
     return [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
 
 
@@ -135,7 +135,7 @@ class BlockFetch:
         return places_by_tier
 
     def _await(self, places: Sequence[int]) -> Steps:
-        """Wait for pending blocks, until the deadline at the latest, and set their results.
+        """Wait until pending blocks are loaded or the deadline passes, and set their results.
 
         `places` lists the indices of the blocks.
         """
@@ -258,9 +258,9 @@ class Loader:
 
 
 def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
-    """Return the key before index `place`, or None if no key in the same chain precedes it.
+    """Return the key at index `place` - 1 if it is in the same chain, or None otherwise.
 
-    A chain is the sequence of one text's blocks, whose keys have a common prefix.
+    A chain consists of the consecutive blocks of one text, whose keys share a prefix.
     """
     is_chain = place > 0 and keys[place - 1][:CHAIN_BYTES] == keys[place][:CHAIN_BYTES]
     return keys[place - 1] if is_chain else None

@@ -131,7 +131,7 @@ class SlotFile:
 
     @property
     def num_bytes(self) -> int:
-        """Current size of both files together in bytes."""
+        """Combined current size of the table and blocks files, in bytes."""
         return PAGE_BYTES + self.max_slots * _ENTRY_BYTES + self.num_slots * self.slot_bytes
 
     @property

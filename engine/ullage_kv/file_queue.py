@@ -77,7 +77,7 @@ class TransferBatch:
             self.future.set_result(results)
 
     def expire(self, result: Result) -> bool:
-        """Set this result for all unfinished transfers. Return False if there were none."""
+        """Set `result` for all unfinished transfers. Return False if there were none."""
         with self._lock:
             if not self._num_open:
                 return False

@@ -390,7 +390,9 @@ class FileTier:
             self._on_failure(self._save_breaker, str(error))
 
     def _writable_volume(self, num_slots: int) -> _Volume:
-        """Return the volume to save to, after growing it to `num_slots` free slots if possible.
+        """Return the volume to save to, growing it first if fewer than `num_slots` slots are free.
+
+        If it cannot grow far enough, it has fewer free slots.
 
         Deleted files are replaced with new ones. Only the saving thread that is currently taking
         transfers from the queue may call this method.

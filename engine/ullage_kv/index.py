@@ -180,7 +180,7 @@ class SlotIndex:
             return self._remove(shard, key)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of the given chains, or all blocks if None.
+        """Drop all blocks of the given chains, or all blocks if `chains` is None.
 
         A chain is given by the first `CHAIN_BYTES` bytes of its keys.
         """

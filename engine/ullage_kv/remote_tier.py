@@ -322,7 +322,11 @@ class RemoteTier:
         return results
 
     def _read(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
-        """Read from one peer at a time, always choosing the one with the most missing blocks."""
+        """Read blocks from one peer at a time.
+
+        The next peer is the one that, according to the hints, has the largest number of the blocks
+        that are still missing.
+        """
         tried = set[str]()
         missing = list(range(len(transfers)))
         while missing:

@@ -294,7 +294,10 @@ class Store:
     def committed(
         self, lease: Lease, refs: Sequence[SlotRef], blocks: Sequence[Block]
     ) -> list[Result]:
-        """Make blocks in reserved slots readable, and copy those with `is_kept` to lower tiers."""
+        """Make blocks in reserved slots readable, and copy some of them to lower tiers.
+
+        Blocks are copied if their `is_kept` is set or they are used often.
+        """
         results = [self._commit(lease, ref) for ref in refs]
         self._counter.saved(results)
         self._copy_down_if(blocks, [each.status is Status.STORED for each in results])
@@ -328,7 +331,7 @@ class Store:
         return self._loader.num_pending
 
     def check_integrity(self, leases: Sequence[Lease]) -> None:
-        """Assert that all reserved and pinned slots belong to these leases or to the store."""
+        """Assert that all reserved and pinned slots belong to `leases` or to the store itself."""
         self.index.check_integrity([self._own, *leases])
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class LowerTier(Protocol):
         """Drop this tier's copies of these blocks, which must never be read again."""
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drop all blocks of the given chains, or all blocks if None.
+        """Drop all blocks of the given chains, or all blocks if `chains` is None.
 
         A chain is given by the first `CHAIN_BYTES` bytes of its keys.
         """
@@ -175,7 +175,7 @@ class TierCounter:
         evictions: int = 0,
         queued: int = 0,
     ) -> TierStats:
-        """Return the tier's statistics, which consist of its counters and the given values."""
+        """Return the tier's statistics, combining its counters with the values passed in."""
         with self._lock:
             return TierStats(
                 name=name,

@@ -52,7 +52,7 @@ class WriteThrough:
         self._part_blocks = max(1, min(PART_BLOCKS, _PART_BYTES // block_bytes))
 
     def copy(self, keys: Sequence[bytes], *, are_kept: bool = False) -> None:
-        """Start copying blocks that have been used often enough, or all if `are_kept` is set."""
+        """Start copying blocks that have been used often enough. If `are_kept` is set, copy all."""
         if not self._tiers:
             return
 

@@ -244,7 +244,7 @@ class Gpu:
         return None if memory is None else (int(memory.free), int(memory.total))
 
     def process_bytes(self) -> dict[int, int]:
-        """Return the GPU memory in bytes used by each compute process, by the driver's process ID.
+        """Return each compute process's GPU memory in bytes, keyed by the PID from the driver.
 
         The result is empty if the driver does not provide this, as in some containers, under MPS
         and on Windows.

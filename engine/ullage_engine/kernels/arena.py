@@ -73,14 +73,15 @@ def pad_to_bucket(tokens: int) -> int:
 
 
 def context_bucket(blocks: int) -> int:
-    """Round a context length in blocks up to the number of blocks gathered per sequence."""
+    """Round a context length in blocks up to the bucket size that is gathered per sequence."""
     return _round_up(blocks, MIN_BLOCKS)
 
 
 def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
-    """Return how many of `rows` remaining decodes the next group takes, and its padded size.
+    """Return how many decodes to put in the next group, and the group's padded size.
 
-    The padded size is a power of two and at most `max_rows`.
+    There are `rows` decodes left to group. The padded size is a power of two and at most
+    `max_rows`.
     """
     above = 1 << (rows - 1).bit_length()
     if above <= max_rows and (above - rows) <= MAX_ROW_WASTE * above:
@@ -96,7 +97,7 @@ def tile_rows(blocks: int, block_tokens: int) -> int:
 
 
 def tile_bucket(rows: int) -> int:
-    """Round the number of rows in a prefill tile up to the padded size."""
+    """Round the number of rows in a prefill tile up to a power of two, at least `MIN_TILE_ROWS`."""
     return max(MIN_TILE_ROWS, 1 << (rows - 1).bit_length())
 
 
@@ -155,7 +156,7 @@ def padding_rows(pairs: int) -> int:
 
 
 def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Return the number of elements in each activation buffer of the experts, by buffer name.
+    """Return the number of elements in each of the experts' activation buffers, keyed by name.
 
     The buffers hold slices of up to `tokens` tokens. Most of them need one row per (token, expert)
     pair. The result is empty for a model without experts.
@@ -175,7 +176,7 @@ def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
 
 
 def routing_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Return the size in four-byte words of each buffer for expert routing, by buffer name.
+    """Return the size of each expert-routing buffer in four-byte words, keyed by buffer name.
 
     The buffers hold slices of up to `tokens` tokens. An int64 index takes two words. The result is
     empty for a model without experts.
@@ -496,7 +497,7 @@ def _attention_elements(model_config: ModelConfig, limits: StepLimits) -> dict[s
 
 
 def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
-    """Return the size in bytes of each buffer for float8 codes, by buffer name.
+    """Return the size in bytes of each float8 code buffer, keyed by buffer name.
 
     One buffer holds the codes that a step writes, and the other the codes that it gathers.
 

@@ -20,7 +20,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Buffers for attention, reused by the sequences of a step one after another."""
+    """Buffers for attention, which a step's decode groups and prefill tiles use one at a time."""
 
     model_config: ModelConfig
     block_tokens: int

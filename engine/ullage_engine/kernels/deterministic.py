@@ -141,7 +141,7 @@ def fill_random(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
 def _both(
     products: RowProducts, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor
 ) -> torch.Tensor:
-    """Compute x @ weight and start + x @ weight. Return the two results stacked: [2, rows, out]."""
+    """Return x @ weight, and x @ weight added to each row's `start`, stacked as [2, rows, out]."""
     out = start.repeat(2, x.shape[0], 1)
     products.multiply(x, weight, out[0])
     products.add(x, weight, out[1])
@@ -158,7 +158,7 @@ def _multiply_each_unit(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> 
 
 @dataclass(frozen=True, slots=True)
 class SplitWorkspace:
-    """Buffers for deterministic attention, reused by a step's sequences one after another."""
+    """Buffers for deterministic attention, reused from one decode group or tile to the next."""
 
     model_config: ModelConfig
     block_tokens: int

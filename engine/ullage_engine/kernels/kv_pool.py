@@ -424,7 +424,7 @@ def move(moves: Moves, pool: KVPool, host: HostPool) -> None:
 def allocate(
     layout: ArenaLayout, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Allocate an arena, touch all its pages, and return a flat view of each buffer by name.
+    """Allocate an arena, touch all its pages, and return flat views keyed by buffer name.
 
     Buffers with four bytes per element are float32, buffers with one byte per element are uint8,
     and all others have the type `dtype`.

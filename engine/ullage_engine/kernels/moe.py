@@ -1,4 +1,4 @@
-"""The operations of a mixture of experts (MoE) around the experts' matmuls.
+"""The operations in a mixture-of-experts (MoE) layer that surround the experts' matmuls.
 
 These operations run before, between and after the matmuls. Each one writes to memory that the
 caller passes, and none of them waits for the device. A pair is a token and one of its experts.

@@ -30,7 +30,9 @@ _TYPES = {
 
 
 def upload(arrays: HostArrays, device: torch.device) -> dict[str, torch.Tensor]:
-    """Upload arrays to the device asynchronously. Return views into one buffer, by array name.
+    """Upload arrays to the device asynchronously into one buffer.
+
+    Return the arrays' views into this buffer, keyed by array name.
 
     For a GPU, the host memory is pinned. Torch reuses this memory only after the copy has read it.
     """

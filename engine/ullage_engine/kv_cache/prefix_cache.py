@@ -328,9 +328,9 @@ class PrefixCache:
         return self._tree.content_key(block, is_window=is_window)
 
     def take_keys(self, path: list[int] | None) -> None:
-        """Clear the content keys of the path's first block and all blocks below it.
+        """Clear the content keys of a path's first cached block and of all its descendants.
 
-        If `path` is None, the content keys of all blocks are cleared.
+        If `path` is None, clear the content keys of all cached blocks.
         """
         if path is None:
             self._tree.take_keys(None)
@@ -356,7 +356,7 @@ class PrefixCache:
             self._pool.free([self._evict()])
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert that these block tables and the cache together hold all block references."""
+        """Assert that these block tables and the cache account for all block references."""
         present = [list(table) for table in tables]
         held = {block for table in present for block in table}
         cached = [block for block in range(self.num_blocks) if block in self._tree]

@@ -136,7 +136,7 @@ class RadixTree:
         return node.content_key if node else None
 
     def take_keys(self, block: int | None) -> None:
-        """Clear the content keys of `block` and its descendants, or of all blocks if it is None."""
+        """Clear the content keys of a block and its descendants, or of all blocks if given None."""
         branch = [self._root if block is None else self._by_block[block]]
         for node in branch:
             branch.extend(node.children.values())
@@ -253,7 +253,7 @@ class RadixTree:
         self._add_if_evictable(node)
 
     def pin(self, block: int, *, with_window: bool = False) -> None:
-        """Prevent the block's eviction until `unpin` has been called as often as `pin`.
+        """Protect a block from eviction until every call to `pin` is matched by one to `unpin`.
 
         If `with_window`, the block's window block is pinned as well. Pass the same value to
         `unpin`.

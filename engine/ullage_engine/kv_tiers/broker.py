@@ -248,9 +248,10 @@ class KvBroker:
         num_here: int | None = None,
         starts_at: float = 0.0,
     ) -> None:
-        """Choose which block to load first, and store its index in `beginning.first`.
+        """Choose the first block to load, and store its index in `beginning.first`.
 
-        Calling this again for the same request overwrites the earlier choice.
+        All later blocks of the stored prefix are to be loaded as well. Calling this again for the
+        same request overwrites the earlier choice.
 
         Args:
             request_id: the request's id.
@@ -303,9 +304,9 @@ class KvBroker:
             self._num_prefetched -= beginning.num_prefetched
 
     def _forget_begun(self) -> None:
-        """Forget prefixes, oldest first, up to the first one whose request has not begun.
+        """Drop the oldest remembered prefixes, stopping at the first whose request has not begun.
 
-        The worker might never ask for the prefix of a request that has already begun.
+        Once a request has begun, the worker might never ask for its prefix.
         """
         while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
             self._forget(oldest)
@@ -358,7 +359,11 @@ class KvBroker:
         self._num_prefetched = 0
 
     def check_integrity(self) -> None:
-        """Assert that every reserved or pinned slot belongs to an unfinished query or offer."""
+        """Assert that the lease holds exactly the slots that the broker has reserved or pinned.
+
+        Slots are reserved for blocks that the worker has offered to copy to the host tier, and
+        pinned for queries that have not finished.
+        """
         assert len(self._lease.reserved) == len(self._reserved), "reservations lost or doubled"
         pins = Counter(ref for pinned in self._pinned.values() for ref in pinned.refs)
         assert pins == self._lease.pinned, "pins lost or doubled"
@@ -375,7 +380,10 @@ class KvBroker:
         return slots
 
     def _ask(self, wanted: KvWanted) -> _Beginning:
-        """Return the stored prefix that the worker asks for. Record the time of the first query."""
+        """Return the state of the stored prefix that a query is about.
+
+        For the first query about a prefix, also record the time.
+        """
         beginning = self._remember(wanted.request_id, wanted.keys)
         if beginning.asked_at is None:
             beginning.asked_at = self._clock()
@@ -403,7 +411,7 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, more_from)
 
     def _answer_when_loaded(self, wanted: KvWanted) -> Steps:
-        """Answer a query once each requested block is in shared memory or will not be loaded."""
+        """Answer a query once the blocks to load for it have arrived, or at the deadline."""
         lease = self._lease
         beginning = self._ask(wanted)
 

@@ -1,8 +1,8 @@
 """Loads blocks from tiers below host memory, and chooses the blocks that are worth loading.
 
-For each request, the last missing blocks are loaded: as many as are predicted to arrive before they
-could be computed. The missing blocks before them are computed. Every load is timed to improve later
-predictions (see `cost`).
+A request's missing blocks are split in two parts. The first part is computed while the second part
+is loaded. The second part has as many blocks as are predicted to arrive before they could be
+computed. Every load is timed to improve later predictions (see `cost`).
 """
 
 import math
@@ -177,7 +177,10 @@ class Loads:
         return seconds
 
     def _load_from(self, tier: str, keys: list[bytes], longest_s: float) -> "Future[Any]":
-        """Start a load, and split it in two if all recent loads were of similar size."""
+        """Start a load. If all recent loads were of similar size, split it in two.
+
+        Latency and bandwidth can be told apart only from loads of different sizes.
+        """
         self._due |= dict.fromkeys(keys, self._clock() + self._predict(tier)(len(keys)))
         num_first = len(keys) // _FIRST_PART if self.speed(tier).is_of_one_size else 0
         if not num_first:

@@ -10,10 +10,11 @@ The convolution runs over a flat batch of sequences:
 
     B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-k+1+j};  hidden += out(y)
 
-A sequence's state is the last k - 1 rows of B·u. All rows that the taps of a step read are in one
-matrix: first the rows that the step computes, then the state of each chunk (see `ConvPlan`).
+A sequence's state is the last k - 1 rows of B·u. A single matrix contains every row that the taps
+read in a step: first the rows that the step computes, then the state of each chunk (see
+`ConvPlan`).
 
-`ForwardContext` holds a step's rows and provides views of the arena's buffers.
+`ForwardContext` holds the rows of one step and provides views of the arena's buffers.
 """
 
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ HeadNorms = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(Protocol):
-    """Interface of attention that is prepared for some of a step's rows, such as decodes."""
+    """Protocol for attention over a subset of a step's rows, such as its decodes."""
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
         """Compute attention for one layer. The cache must already hold these tokens' KV.
@@ -96,7 +97,7 @@ class Attention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Interface of attention backends. They create linear layers and prepare a step's attention."""
+    """Protocol for attention backends, which create linear layers and prepare attention."""
 
     def linear(self, rows: torch.Tensor) -> Linear:
         """Create an unquantised linear layer from `rows` [out, in], the layout of checkpoints."""
@@ -131,7 +132,7 @@ class AttentionBackend(Protocol):
 def _gathered_parts(
     rows: PagedRows, limits: StepLimits
 ) -> tuple[list[DecodeGroup], list[PrefillTile]]:
-    """Split a step into groups of decodes and tiles of prompts that fit in the gather workspace."""
+    """Split a step into decode groups and prefill tiles that fit in the gather workspace."""
     block_tokens = limits.block_tokens
     bucket = limits.context_blocks
     groups = decode_groups(rows, block_tokens, limits.max_gather_tokens, bucket)
@@ -256,9 +257,10 @@ class PagedBackend:
     """The backend with Triton kernels, which read KV pages in place."""
 
     def __init__(self, model_config: ModelConfig, partials: torch.Tensor) -> None:
-        """Create a backend that writes the partial results of split contexts to `partials`.
+        """Create a backend.
 
-        `partials` is float32 with `ullage_engine.kernels.arena.partial_elements` elements.
+        When a context is split, the partial results are written to `partials`, a float32 tensor
+        with `ullage_engine.kernels.arena.partial_elements` elements.
         """
         self._workspace = PagedWorkspace(model_config, partials)
 
@@ -275,7 +277,7 @@ class PagedBackend:
 
 
 class ForwardContext:
-    """The rows of a step, and views of the arena.
+    """The rows that a step computes, and views of the arena's buffers.
 
     Views are created once per step, so that layers only have to launch operations.
     """
@@ -371,7 +373,7 @@ class RotaryTables:
 
 
 class Rotary(Protocol):
-    """Interface of the operations that prepare a layer's queries, keys and values for attention."""
+    """Protocol for preparing a layer's queries, keys and values for attention."""
 
     def run(
         self, norms: HeadNorms | None, eps: float, cache: LayerCache, slots: torch.Tensor
@@ -459,7 +461,7 @@ class AttentionStep:
         *,
         fused: bool,
     ) -> None:
-        """Prepare a step. If `fused`, use Triton kernels, which need no rotated-key buffer."""
+        """Prepare a step. If `fused`, use Triton kernels, which need no buffer for rotated keys."""
         self.qkv = step.view("qkv", step.rows, model_config.qkv_width)
         self.attended = step.view("attended", step.rows, model_config.query_width)
         heads = model_config.num_heads + (0 if fused else model_config.num_kv_heads)
@@ -490,7 +492,7 @@ class AttentionStep:
         self._rotary.run(norms, eps, cache, self._slots[window])
 
     def attend(self, cache: LayerCache, window: int, sinks: torch.Tensor | None) -> None:
-        """Compute attention for a layer with this window size. Write the output to `attended`."""
+        """Compute attention for a layer with window size `window`, and write it to `attended`."""
         for attention in self._attentions[window]:
             attention.run(cache, sinks)
 
@@ -562,7 +564,8 @@ class GatheredConvolution:
     ) -> None:
         """Prepare the convolutions of a step.
 
-        They read projected [tokens, 3 * channels] and write out [tokens, channels].
+        The convolutions read `projected` [tokens, 3 * channels] and write to `out` [tokens,
+        channels].
         """
         tokens, channels = out.shape
         state_rows = len(plan.slots) * (model_config.conv_kernel - 1)

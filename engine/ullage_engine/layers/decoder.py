@@ -7,9 +7,9 @@ ranks, each rank computes a range of consecutive layers, a slice of each layer, 
 The scales of float8 KV come from the largest key and value that a layer can produce for any input.
 This bound follows from the layer's weights alone. A normalised row has a length of at most √hidden,
 so |w · (row * norm)| is at most √hidden |w * norm| (Cauchy and Schwarz). Real inputs stay below
-this bound by about the same factor √hidden, which costs 5 or 6 of the 14 powers of two between
-E4M3's smallest normal value and its largest. Scales from these bounds never saturate, keep the
-precision of floating point, and need no calibration text.
+this bound by about the same factor √hidden. This wastes 5 or 6 of the 14 powers of two between
+E4M3's smallest normal value and its largest. With scales from these bounds, values never saturate
+and keep their floating-point precision, and no calibration text is needed.
 """
 
 import math
@@ -238,7 +238,7 @@ def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class DecoderStep:
-    """The tensors of one step that is laid out in the arena."""
+    """The tensors of one step, laid out in the arena."""
 
     rows: ForwardContext
     token_ids: torch.Tensor
@@ -247,7 +247,7 @@ class DecoderStep:
 
 
 class Decoder:
-    """The decoder that computes with torch, in the arena's buffers."""
+    """A decoder implemented in torch, which computes in the arena's buffers."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute a prepared step, and return the same result as `forward`.
 
-        With Triton kernels, the host reads no tensors unless the model has experts.
+        With Triton kernels, no tensor is read on the host unless the model has experts.
         """
         rows = step.rows
         num_tokens = rows.batch.num_tokens
@@ -351,9 +351,9 @@ class Decoder:
         return rows.hidden[:num_tokens]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute the logits of the batch's sampled rows into out [rows and padding, vocab].
+        """Compute the logits of the batch's sampled rows into out [rows, vocab].
 
-        `hidden` is the result of the last `forward`.
+        The rows of `out` include padding. `hidden` is the result of the last `forward`.
         """
         chosen = shaped(self._arena["normed"], out.shape[0], self._model_config.hidden)
         torch.index_select(hidden, 0, self._sampled_rows, out=chosen)
@@ -445,7 +445,7 @@ class Decoder:
 
 
 class _Builder:
-    """Creates layers from prepared tensors."""
+    """Builds the decoder's layers from prepared tensors."""
 
     def __init__(
         self,

@@ -252,7 +252,7 @@ class Int8Linear:
             out[rows].add_(self._product(x[rows]))
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x by this layer's weights. Return the product in scratch memory, in float32."""
+        """Multiply x by this layer's weights, and return the float32 product in scratch memory."""
         count = x.shape[0]
         self._round(x)
         padded = max(count, self._least_rows)
@@ -279,7 +279,7 @@ def native_scratch_bytes(shape: tuple[int, int]) -> int:
 
 
 def native_matrix(packed: Packed) -> Matrix:
-    """Describe a tiled matrix for the C++ library: its address, shape, format and group size."""
+    """Return the C++ library's descriptor of a tiled matrix: address, shape, format, group size."""
     encoding = packed.encoding
     sizes = (*encoding.shape, FORMATS[encoding.format], encoding.group)
     return Matrix(packed.values.data_ptr(), *sizes)

@@ -1,8 +1,8 @@
 """The mixture of experts: hidden += Σ weight · down(gate(gate_up x)), over a token's experts.
 
 The linear layers hold one matrix per expert. Depending on the implementation, a call multiplies by
-one matrix after another or by all matrices in one grouped matmul. For a few tokens, it may multiply
-only by the matrices of their chosen experts.
+one matrix after another or by all matrices in one grouped matmul. For a few tokens, it may use
+only the matrices of the experts chosen for them.
 
 MXFP4, in which gpt-oss stores its experts, has 4 bits per element and 8 bits for the scale of each
 group of 32. An element has 1 sign bit, 2 exponent bits and 1 mantissa bit. A scale is the power of
@@ -92,7 +92,7 @@ class ExpertLinears(Protocol):
 
     @property
     def reads_ends(self) -> bool:
-        """Whether `forward` reads `ends` on the host."""
+        """Whether `forward` needs its argument `ends` in host memory."""
         ...
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
@@ -193,7 +193,11 @@ class GroupedExperts(LoopedExperts):
 
 @dataclass(frozen=True, slots=True)
 class PickedExperts:
-    """Expert linear layers that multiply a few pairs with `few` and sorted pairs with `many`."""
+    """Expert linear layers that combine two implementations.
+
+    `few` multiplies a small number of (token, expert) pairs in any order. `many` multiplies any
+    number of pairs that are sorted by expert.
+    """
 
     few: ExpertLinears
     many: ExpertLinears
@@ -241,7 +245,7 @@ def packed_experts(
     format: triton.Format,
     zeros: torch.Tensor | None = None,
 ) -> "TritonExperts":
-    """Create linear layers for weights [experts, out, ...] in a format that Triton kernels read."""
+    """Create linear layers that read weights [experts, out, ...] with Triton kernels."""
     # Imported here because Triton is not installed everywhere.
     from ullage_engine.kernels.triton.matmul import TritonExperts
 
@@ -579,7 +583,7 @@ class Experts:
             self._weights.gate(gate_up[part], gated[part])
 
     def _parts(self, rows: int, width: int, unit: int) -> list[slice]:
-        """Split rows into slices that an elementwise operation processes in one call each.
+        """Split rows into slices, each of which takes one call of an elementwise operation.
 
         A deterministic layer limits each call to the size that torch computes on a single thread.
         """

@@ -1,4 +1,4 @@
-"""The decoder that computes with the C++ library: one call computes all layers of a step.
+"""A decoder implemented in the C++ library, which computes all layers of a step in one call.
 
 This decoder computes the same model as `ullage_engine.layers.decoder.Decoder`. Hidden states are
 float32, and activations are rounded to int8 before each matmul with quantised weights. The decoder
@@ -122,7 +122,7 @@ def auto_kv_type(refusal: str, dtype: torch.dtype) -> torch.dtype:
 
 
 class NativeDecoder:
-    """The decoder that computes with the C++ library, in the arena's buffers."""
+    """A decoder implemented in the C++ library, which computes in the arena's buffers."""
 
     def __init__(
         self, loaded: LoadedModel, limits: StepLimits, arena: dict[str, torch.Tensor]
@@ -149,7 +149,7 @@ class NativeDecoder:
         self._best = torch.zeros(max(limits.max_rows, limits.max_tokens), dtype=torch.int32)
 
     def use_memory(self, caches: Sequence[LayerCache], states: Sequence[torch.Tensor]) -> None:
-        """Switch to these tensors for KV and convolution states."""
+        """Make the C++ library use these tensors for KV and convolution states."""
         remaining_caches = iter(caches)
         remaining_states = iter(states)
         for index, (layer, spec) in enumerate(zip(self._layers, self._config.layers, strict=True)):
@@ -348,12 +348,15 @@ class NativeDecoder:
         }
 
     def _vector(self, name: str) -> int | None:
-        """Return the address of a vector in float32, or None if the model has no such vector."""
+        """Convert a vector to float32 and return its address.
+
+        Return None if the model has no such vector.
+        """
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor)
 
     def _taps(self, name: str) -> int | None:
-        """Return the address of a convolution's taps in float32, oldest first.
+        """Convert a convolution's taps to float32, oldest first, and return their address.
 
         Return None if the model has no taps with this name.
         """

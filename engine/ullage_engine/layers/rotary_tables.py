@@ -134,9 +134,9 @@ def rotary_frequencies(model_config: ModelConfig) -> Float32s:
 def cosine_and_sine(angles: Float32s) -> tuple[Float64s, Float64s]:
     """Return the cosine and the sine of angles in radians.
 
-    Rounded to float32, the results are correct to the last bit, except for ties halfway between two
-    float32 values. Angles beyond a million quarter turns lose precision, in the same way on every
-    machine.
+    When rounded to float32, the results are correct to the last bit, except for ties halfway
+    between two float32 values. Beyond a million quarter turns, results lose precision, but they are
+    still the same on every machine.
     """
     wide = angles.astype(np.float64)
     quarters = np.rint(wide * _QUARTERS_PER_RADIAN)

@@ -1,4 +1,4 @@
-"""Recognises errors which mean that memory ran out or that a device was lost.
+"""Detects errors caused by running out of memory or by the loss of a device.
 
 torch has a dedicated error class only for its own allocator. Other libraries (cuBLAS, cuDNN, NCCL,
 Triton's loader, the driver) report a shortage in the message of a RuntimeError. The classification
@@ -96,7 +96,7 @@ def _host_ran_out(error: BaseException) -> bool:
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
-    """Return whether the error is a RuntimeError whose message contains one of the texts.
+    """Return whether the error is a RuntimeError whose message contains any of `texts`.
 
     Other error classes are ignored, because the libraries report shortages only as RuntimeErrors.
     """

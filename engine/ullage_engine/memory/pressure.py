@@ -45,7 +45,7 @@ class FreeMemoryMonitor:
         clock: Callable[[], float],
         own: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Start monitoring the device with an initial measurement.
+        """Take the first measurement, and start monitoring the device.
 
         Args:
             measure: returns the free bytes. It is called now, and at most once a second from then
@@ -91,13 +91,13 @@ class PressureController:
 
     @property
     def batch_share(self) -> float:
-        """Largest fraction of the maximum batch size that both the level and the server allow."""
+        """Largest fraction of the maximum batch size that both pressure level and server allow."""
         level = self._levels[self._number - 1] if self._number else None
         share = 1.0 if level is None or level.batch_share is None else level.batch_share
         return min(share, self._batch_limit)
 
     def limit_batch(self, share: float) -> None:
-        """Cap the batch size at this fraction of its maximum, whatever the pressure level.
+        """Cap the batch size at a fraction of its maximum, regardless of the pressure level.
 
         A fraction of 1 removes the cap.
         """

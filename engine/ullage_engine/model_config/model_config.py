@@ -116,7 +116,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def window(self) -> int:
         """Longest sliding window in tokens if only some attention layers have one, otherwise 0.
 
-        The other attention layers then attend to all tokens.
+        Attention layers without a sliding window attend to all tokens.
         """
         windows = [layer.window for layer in self.layers if layer.mixer == "attention"]
         return max(windows, default=0) if 0 in windows else 0

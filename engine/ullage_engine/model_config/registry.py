@@ -141,8 +141,7 @@ def _model_config(
         head_dim: the family's default width of a head.
         rope_theta: the family's default base of the rotary frequencies.
         rope_default: the family's default position scaling.
-        own: additional fields of `ModelConfig`, and overrides for fields that the family handles
-            differently.
+        own: family-specific values for fields of `ModelConfig`, which override the common ones.
     """
     hidden = config.int("hidden_size")
     heads = config.int("num_attention_heads")
@@ -374,7 +373,7 @@ def _gpt_oss_layers(config: HFConfig) -> list[LayerSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How to read the checkpoints of one model family: a config.json reader and tensor names."""
+    """A model family's config.json reader and tensor names, which are used to read checkpoints."""
 
     architecture: str
     """Name of the family's class in the `architectures` key of config.json."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding: converts every type of position scaling to divisors and a factor.
+"""Rotary position embedding: turns any position scaling into frequency divisors and one factor.
 
 Position p rotates pair i of a head by the angle p * theta ** (-2i / head_dim) / divisor_i. Cosine
 and sine are multiplied by `Rope.scale`.

@@ -93,7 +93,7 @@ def _group(groups: HFConfig, name: str) -> Scheme:
 
 
 def _rounds(group: HFConfig, where: str, type: object) -> bool:
-    """Return whether the model asks for activations to be rounded to int8 before matmuls."""
+    """Return whether the checkpoint requires rounding activations to int8 before matmuls."""
     activations = group.section("input_activations")
     inside = f"{where}input_activations."
     if not activations.values:
@@ -223,7 +223,10 @@ class ScaledMatrices:
         return points.reshape(-1, 1)
 
     def _scales(self, stem: str, rows: int, columns: int) -> torch.Tensor:
-        """Return a matrix's scales as float32 [rows, 1], or [rows, column blocks] if per block."""
+        """Return a matrix's scales as float32 [rows, 1].
+
+        If the checkpoint has one scale per block, return [rows, column blocks] instead.
+        """
         name = next(f"{stem}.{each}" for each in SCALES if f"{stem}.{each}" in self._reader)
         scales = self._reader.read(name).to(torch.float32)
         # The shape decides, since there may be as many blocks as rows.

@@ -53,7 +53,7 @@ exit status: 0 fetched, 1 another try may help, 2 the source is wrong or may not
 
 
 class Misuse(WeightsError):
-    """An error in the source itself, such as a wrong name, which a retry cannot fix."""
+    """Raised for an error that a retry cannot fix, such as a wrong name in the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ class Fetch(Protocol):
         """Download and verify the model.
 
         Raises:
-            WeightsError: a step failed. The error is a `Misuse` if a retry would not help.
+            WeightsError: listing, downloading or verifying the files failed. The error is a
+                `Misuse` if a retry would not help.
         """
 
 

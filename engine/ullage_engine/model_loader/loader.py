@@ -92,7 +92,7 @@ ShardModel = Callable[[ModelConfig, dict[str, Encoding]], Shard]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Read-only weights that are ready for use."""
+    """A model's prepared weights, loaded for read-only use."""
 
     model_config: ModelConfig
     tensors: dict[str, torch.Tensor]

@@ -40,7 +40,7 @@ activations and KV, for which the engine chooses the dtypes itself."""
 
 
 class Tensors(Protocol):
-    """Protocol for the parts of a checkpoint reader that this module needs."""
+    """Protocol for the subset of a checkpoint reader's interface that this module uses."""
 
     @property
     def names(self) -> list[str]: ...
@@ -161,7 +161,7 @@ def _is_stored_part(name: str, stems: set[str]) -> bool:
 
 
 def _is_computed_with(name: str, model_config: ModelConfig) -> bool:
-    """Return whether a tensor belongs to a part of the model that is computed.
+    """Return whether a tensor belongs to a part of the model that takes part in the computation.
 
     These parts are the configured layers, the embedding, the final norm and the head.
     """

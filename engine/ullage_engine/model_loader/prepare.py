@@ -75,7 +75,7 @@ class PreparedTensor:
 
     @property
     def rounded_kinds(self) -> set[str]:
-        """Types of quantised blocks in the checkpoint, such as Q4_K, that are requantised."""
+        """Types of the checkpoint's quantised blocks (such as Q4_K) that are requantised."""
         if self.encoding is None or self.is_kept:
             return set()
         return {kind for part in self.plan.parts if (kind := self.reader.block_kind(part.source))}
@@ -305,7 +305,7 @@ class PreparedForm:
         return chosen_encoding(asked, shape), False
 
     def _keeps_integers(self, reader: CheckpointReader) -> bool:
-        """Return whether the checkpoint's int4 or int8 values are kept for any layer matrix."""
+        """Return whether any layer matrix keeps the checkpoint's int4 or int8 values."""
         plans = filter(is_matrix, plan_tensors(reader.model_config))
         names = (part.source for plan in plans for part in plan.parts)
         kept = (reader.encoding(name, self._kept) for name in names)
@@ -313,7 +313,7 @@ class PreparedForm:
 
     @property
     def _kept(self) -> Format | None:
-        """Target format to pass to `CheckpointReader.encoding`, or None to request no format.
+        """Format passed as `target` to `CheckpointReader.encoding`, or None to request no format.
 
         It is None if `quantization` is `none`, or if `quantization` is `auto` and the device's
         kernels do not read tiles.
@@ -380,7 +380,7 @@ def open_checkpoint(files: ModelFiles) -> CheckpointReader:
     """Open a checkpoint with the reader for its format.
 
     Raises:
-        WeightsError: a file is missing or broken, or its kind is not supported.
+        WeightsError: a file is missing or broken, or its format is not supported.
     """
     # Readers are imported when needed. A worker that starts again maps the prepared file only.
     if files.format == "gguf":

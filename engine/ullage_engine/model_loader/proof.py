@@ -60,7 +60,7 @@ Facts = Mapping[str, str]
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The results of one rank's computations in a start, as digests and samples."""
+    """Digests and samples of what one rank computed when the engine started."""
 
     tensors: dict[str, str]
     """Digests of the tensors in memory, by name."""
@@ -98,7 +98,7 @@ def _decode(data: bytes) -> _Stored | None:
 
 
 class ProofFile:
-    """The file that stores what a verified start computed on every rank.
+    """The file that stores the proofs of all ranks from one verified start.
 
     Its proofs are valid only for the same weights and the same `Facts`. Both determine the name of
     the file, so a start with other weights or facts uses a different file.
@@ -248,7 +248,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def digest_weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of each tensor, computed from sums over the tensor's pages, by tensor name.
+    """Return a digest of each tensor's page sums, by tensor name.
 
     For large weights on a CPU, only some of the pages are read. Changing a single value in these
     pages changes the digest.

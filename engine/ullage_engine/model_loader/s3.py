@@ -52,7 +52,7 @@ _MD5 = re.compile(r'"[0-9a-f]{32}"')
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The objects to fetch from a bucket folder, and the one that the folder must contain."""
+    """Which objects to fetch from a bucket folder, and the file that the folder must contain."""
 
     patterns: tuple[str, ...]
     """Name patterns of the objects to fetch."""
@@ -205,7 +205,7 @@ def _absence(text: str) -> S3Error:
 
 
 def _slug(address: str, key: str) -> str:
-    """Return the name under which the cache stores a source. All versions share it."""
+    """Return the name under which the cache stores all versions of a source."""
     digest = hashlib.sha256(f"{address} {key}".encode()).hexdigest()[:12]
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", key.rpartition("/")[2])[:64]
     return f"{words or 'root'}-{digest}"

@@ -239,7 +239,7 @@ class Bucket:
         Raises:
             S3Error: the object has changed, or the store ended the response early and retries
                 failed.
-            OSError: `take` raised it.
+            OSError: `take` raised this error.
         """
         asked = {"If-Match": item.etag, "Range": f"bytes={start}-"}
         position = start

@@ -57,7 +57,7 @@ def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
 
 
 def fit_a_checkpoint(plans: Iterable[TensorPlan]) -> bool:
-    """Return whether tensors with these plans can be saved as a checkpoint.
+    """Return whether tensors prepared according to these plans can be saved as a checkpoint.
 
     This is the case if none of the checkpoint's tensors is rearranged.
     """

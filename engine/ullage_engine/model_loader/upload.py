@@ -100,7 +100,10 @@ class Uploader:
         return placed
 
     def _free(self) -> torch.Tensor:
-        """Return the free part of a staging buffer, waiting until at least one byte is free."""
+        """Return the free part of the current staging buffer.
+
+        If the current buffer is full, switch to the next one and wait until it is free.
+        """
         if self._used == len(self._staging[self._current]):
             self._waits[self._current] = self._stream.record()
             self._current = (self._current + 1) % len(self._staging)

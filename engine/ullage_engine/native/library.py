@@ -209,8 +209,8 @@ class Team:
     def multiply(self, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, model: Model) -> None:
         """Write the product of x [rows, columns] and the transposed matrix to out.
 
-        The shape of out is [rows, matrix rows]. Both x and out are float32. `model` only provides
-        the scratch buffers for rounded rows.
+        The shape of out is [rows, matrix rows]. Both x and out are float32. `model` is used
+        only for its scratch buffers, which hold the rounded rows.
         """
         arguments = (ctypes.addressof(matrix), x.data_ptr(), x.shape[0], out.data_ptr())
         self._library.ullage_multiply(self._team, *arguments, ctypes.addressof(model))

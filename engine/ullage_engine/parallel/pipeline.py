@@ -96,7 +96,7 @@ class RankGroup:
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Create these process groups. Return the group that contains this rank, or None."""
+        """Create a process group per list of ranks. Return the one that has this rank, or None."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)
@@ -257,7 +257,7 @@ class PipelineRank:
         )
 
     def transfers(self, rows: Sequence[int]) -> StepTransfers:
-        """Start the transfers of a step whose micro-batches have these row counts."""
+        """Start the transfers of a step, given the row count of each micro-batch."""
         received = self._parts(self._received, rows)
         sent = self._parts(self._sent, rows)
         return StepTransfers(self._group, received, sent, self._stream)

@@ -110,7 +110,7 @@ class Slicer:
         return _joined(tensor, cut.axis, cut.runs) if cut.runs else tensor
 
     def _cut_piece(self, matrix: str, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Cut one of the tensors that store a quantised matrix."""
+        """Return the rank's slice of one of the tensors that store a quantised matrix."""
         cut = self._cut_of(matrix)
         count = self._counts[matrix]
         piece = piece_of(encoding_of_one(self._whole[matrix], count), kind)
@@ -144,7 +144,7 @@ class Slicer:
 
 
 def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Tensor:
-    """Concatenate ranges of an axis. The result is a view if it is contiguous."""
+    """Concatenate ranges of an axis. A single range that is contiguous is returned as a view."""
     parts = [tensor.narrow(axis, run.start, run.count) for run in runs]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, axis)
 

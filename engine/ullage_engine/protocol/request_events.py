@@ -86,7 +86,7 @@ class ServedRequest:
             self._span.set({_NAMES[name]: values[name] for name in _NAMES.keys() & values.keys()})
 
     def loaded(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """Add a span for loading KV from a tier, which took `seconds` seconds and just ended."""
+        """Add a span for loading KV from `tier`, which just ended and took `seconds` seconds."""
         if self._span and self._span.is_recording:
             attributes: dict[str, Value] = {"ullage.kv.tier": tier, "ullage.kv.tokens": num_tokens}
             now = time.time()
@@ -109,7 +109,7 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class _Computed:
-    """The current phase of a request in the worker."""
+    """An active request in the worker, and the phase (such as queue or prefill) that it is in."""
 
     request: EngineRequest
     since: float
@@ -145,7 +145,8 @@ class RequestEvents:
     def record_to(self, timeline: Timeline | None) -> None:
         """Start recording steps and phases in a timeline.
 
-        If `timeline` is None, add the phases that are still open and stop recording.
+        If `timeline` is None, add the phases that are still open to the previous timeline and stop
+        recording.
         """
         if timeline is None:
             for request_id, computed in self.requests.items():

@@ -100,7 +100,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_held_bytes(self) -> int:
-        """Return the bytes of KV blocks in block tables, which are neither free nor only cached."""
+        """Return the size in bytes of the KV blocks that block tables use.
+
+        Blocks that are free or only cached are not counted.
+        """
         return max(0, self.kv_pool_bytes - self.kv_free_bytes - self.kv_reclaimable_bytes)
 
     @property

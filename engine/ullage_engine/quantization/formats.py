@@ -83,7 +83,8 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
     def is_scaled_by_row(self) -> bool:
         """Whether each row has a single scale.
 
-        This is always False for MXFP4 and tiled matrices, whose group sizes are restricted.
+        This is False for MXFP4 and tiled matrices even if a row is a single group, because their
+        group sizes are restricted.
         """
         is_any_group = self.format != "mxfp4" and not self.is_tiled
         return is_any_group and self.num_groups == 1
@@ -159,7 +160,7 @@ def rows_of(matrix: Quantized, start: int, count: int) -> Quantized:
 
 
 def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
-    """Return the matrix in an encoding with wider values, smaller groups or added zeros.
+    """Convert a matrix to an encoding with wider values, smaller groups or added zeros.
 
     The conversion is lossless.
     """
@@ -209,7 +210,7 @@ _FACTOR_BYTES = 2 * 2 * TILE_ROWS
 
 
 class Axis(NamedTuple):
-    """The axis of a stored tensor that runs along a matrix's rows or columns."""
+    """The dimension of a stored tensor that corresponds to a matrix's rows or columns."""
 
     dim: int
     unit: int = 1
@@ -284,7 +285,7 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
 def piece_of(encoding: Encoding, name: str) -> Piece:
     """Return the `Piece` with this name from `pieces_of`.
 
-    Do not use its dtype, which depends on a computing dtype that this function does not know.
+    Ignore its dtype, because it depends on the computing dtype, which is unknown here.
     """
     return next(each for each in pieces_of(encoding, torch.float32) if each.name == name)
 
@@ -464,9 +465,9 @@ def quantise_symmetric(
 def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
     """Round to E4M3, with one scale per row.
 
-    |weight - dequantised| <= max(|weight| / 16, scale / 1024). The first bound is half a unit of
-    the last of 3 mantissa bits. The second is half of the smallest subnormal step, 2^-9. If a scale
-    was rounded down, weights beyond 448 times the scale are clamped.
+    |weight - dequantised| <= max(|weight| / 16, scale / 1024). The first bound is half a unit
+    in the last place of a 3-bit mantissa. The second is half of the smallest subnormal step, 2^-9.
+    If a scale was rounded down, weights beyond 448 times the scale are clamped.
     """
     scales = stored_scales(weights.abs().amax(dim=1, keepdim=True) / E4M3_MOST, dtype)
     values = (weights / scales.to(torch.float32)).clamp_(-E4M3_MOST, E4M3_MOST)

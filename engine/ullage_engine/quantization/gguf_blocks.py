@@ -45,7 +45,7 @@ class _Groups(NamedTuple):
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack the bytes of the last dimension: first all low halves, then all high halves."""
+    """Unpack the bytes of the last dimension into nibbles: all low halves, then all high halves."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 

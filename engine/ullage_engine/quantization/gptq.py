@@ -123,7 +123,7 @@ class _Fit:
 
         Args:
             grouped: weights of the matrix, [out, groups, group].
-            weight: how much the error in each column counts, [1, groups, group].
+            weight: weight of each column's squared error, [1, groups, group].
         """
         self._grouped = grouped
         self._weight = weight
@@ -136,7 +136,7 @@ class _Fit:
         return (rounded.sub_(self._grouped).square_() * self._weight).sum(dim=2)
 
     def regression(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scale and zero of each group with which these values best fit the weights."""
+        """Return the scale and zero with which `values` best approximate each group's weights."""
         weighted = self._weight * values
         first = weighted.sum(dim=2)
         second = (weighted * values).sum(dim=2)

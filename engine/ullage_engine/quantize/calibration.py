@@ -121,7 +121,7 @@ class Int4Calibration:
         device: torch.device,
         report: Callable[[], None],
     ) -> RoundLayer | None:
-        """Prepare the first layer, and return the function that rounds one layer after another.
+        """Prepare the first layer. Return a function that rounds the next layer on each call.
 
         Return None if there is no matrix to calibrate. Log a warning and return None if the text
         cannot be tokenised, or if calibration would cost too much at load.
@@ -219,7 +219,7 @@ def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
 
 
 def _remedy(prepared: Sequence[PreparedTensor]) -> str:
-    """Describe how much quality rounding to nearest may cost, and the remedy if there is one."""
+    """Describe the possible quality loss of rounding to nearest, and the remedy if there is one."""
     return COST + REMEDY if fit_a_checkpoint(each.plan for each in prepared) else COST
 
 
@@ -401,7 +401,7 @@ class _Rounding:
 
 
 class CalibratedLinear:
-    """A linear layer that rounds its weights for the first inputs that it receives."""
+    """A linear layer that rounds its weights, calibrating on the first inputs that it receives."""
 
     def __init__(
         self, weights: torch.Tensor, prepared: PreparedTensor, report: Callable[[], None]

@@ -401,7 +401,7 @@ def _write(
 def _rounded(
     conversion: Conversion, files: ModelFiles, reader: CheckpointReader, plans: list[TensorPlan]
 ) -> Iterator[tuple[TensorPlan, Quantized | None]]:
-    """Yield each tensor's plan in order, together with its calibrated int4 matrix or None.
+    """Yield each tensor's plan in order, together with its calibrated int4 matrix.
 
     The matrix is None if the tensor is not calibrated. The plan says which parts of the checkpoint
     the tensor is read from.

@@ -1,4 +1,4 @@
-"""Random draws of tokens from rows of logits, computed on any device without the host.
+"""Draws random tokens from rows of logits, on any device and without involving the host.
 
 The filters are top-k, top-p (as a fraction of the probability mass that top-k keeps) and min-p.
 Each filter keeps a prefix of the tokens, sorted by (logit descending, id ascending). A token is

@@ -28,7 +28,7 @@ This caps temporary memory at about 45 bytes per logit, no matter how long the h
 
 
 class TokenCounts:
-    """Token counts of a request's growing history. Each position is counted only once."""
+    """Counts the tokens in a request's history as it grows. Each position is counted only once."""
 
     def __init__(self, history: list[int], num_prompt_tokens: int) -> None:
         self.history = history
@@ -39,7 +39,10 @@ class TokenCounts:
         self._outputs = np.empty(0, np.float32)
 
     def update(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Count new tokens. Return the history's distinct tokens and their counts in the output."""
+        """Count the tokens that were added since the last call.
+
+        Return the distinct tokens of the whole history, and how often each occurs in the output.
+        """
         for position in range(self._num_counted, len(self.history)):
             token = self.history[position]
             place = self._places.setdefault(token, len(self._places))
@@ -165,7 +168,7 @@ class Edits:
 
 
 def plan_edits(chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int) -> Edits:
-    """Prepare the edits of the chunks' rows of logits [rows, vocab]."""
+    """Prepare the edits for a batch's logits [rows, vocab], which have one row per chunk."""
     if not any(map(_is_edited, chunks)):
         return Edits({}, [])
     first_penalties, *more_penalties = [*_penalties(chunks, counts, vocab)] or [{}]

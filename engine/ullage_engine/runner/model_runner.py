@@ -290,7 +290,7 @@ class ModelRunner:
                 self._native.use_memory(self._pool.layers, self._state_pool.layers)
 
     def verify_row_invariance(self) -> str | None:
-        """Check that results on this machine are batch-invariant, if the settings guarantee this.
+        """Check batch invariance on this machine, if the settings guarantee it.
 
         The check overwrites the arena, so call this method before `warm_up`.
 
@@ -648,7 +648,7 @@ class ModelRunner:
         return True
 
     def _computed_logits(self, rows: int) -> torch.Tensor:
-        """Return the buffer for `rows` rows of logits and any padding rows."""
+        """Return the logits buffer with `rows` rows, followed by any padding rows."""
         padded = self._limits.product_rows(rows)
         return shaped(self._sampling["computed"], padded, self.model_config.vocab)
 
@@ -676,7 +676,7 @@ class ModelRunner:
     def _decode_action(self, batch: StepBatch) -> Action:
         """Return a function that computes a decode step up to its logits.
 
-        The function can also compute any later step of the same shape, once that step is prepared.
+        To reuse the function for a later step of the same shape, prepare that step first.
         """
         step = self.decoder.prepare(batch)
         caches = self._kv.layers

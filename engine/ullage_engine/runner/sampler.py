@@ -102,7 +102,7 @@ def _sample_on_cpu(
 def _takes_likeliest(row: Row, chunk: Chunk) -> bool:
     """Return whether a row simply gets the likeliest token.
 
-    This is so if the row is greedy and needs neither edits nor log-probabilities.
+    This is the case if the row is greedy and needs neither edits nor log-probabilities.
     """
     params = row.params
     is_asked_alone = params.top_logprobs is None and not params.is_penalised

@@ -128,10 +128,10 @@ def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPla
 
 
 def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:
-    """Yield the chunks with histories, so that penalties change many logits.
+    """Yield the chunks with token histories added, so that penalties change many logits.
 
-    The histories penalise at least `PENALTIES_AT_ONCE` logits in total, or fewer if `max_model_len`
-    or `vocab` is too small for this.
+    In total, at least `PENALTIES_AT_ONCE` logits are penalised, or fewer if `max_model_len` or
+    `vocab` is too small for this.
     """
     tokens = min(max_model_len, vocab, -(-PENALTIES_AT_ONCE // len(chunks)))
     for chunk in chunks:
@@ -139,7 +139,11 @@ def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[
 
 
 def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield a plan for each number of decodes that attention may group at this context length."""
+    """Yield plans of 1, 2, 4 and so on decodes at this context length.
+
+    The number doubles as long as attention may group that many decodes, and is capped at
+    `limits.max_rows`.
+    """
     gathered = max(
         1, limits.max_gather_tokens // (limits.context_blocks(blocks) * limits.block_tokens)
     )

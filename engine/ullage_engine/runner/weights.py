@@ -125,7 +125,7 @@ def model_weights(
 
 
 def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
-    """Yield the encoding of the matrix that each matmul reads.
+    """For each matmul, yield the encoding of the matrix that it reads.
 
     For stacked experts, this is the encoding of a single expert's matrix.
     """

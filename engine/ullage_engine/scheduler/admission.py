@@ -90,9 +90,10 @@ class AdmissionControl:
         return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
-        """Create a sequence that ranks behind all sequences created earlier with the same `rank`.
+        """Create a sequence that ranks behind earlier ones with the same priority and arrival.
 
-        `rank` contains the priority and the submission. Its serial number is replaced.
+        The priority and arrival number are taken from `rank`. The serial number in `rank` is
+        ignored, and the sequence gets the next one.
         """
         self._num_submitted += 1
         return Sequence(

@@ -45,10 +45,7 @@ class PromptCost:
         return count * (1.0 + (start + count / 2) / self.even_context)
 
     def tokens_within(self, budget: float, start: int, most: int) -> int:
-        """Return how many prompt tokens, starting at position `start`, fit into `budget`.
-
-        The result is at most `most`.
-        """
+        """Return how many of the `most` prompt tokens from position `start` fit into `budget`."""
         if self.of(start, most) <= budget:
             return most
         if budget <= 0.0:
@@ -102,7 +99,7 @@ class PromptBudget:
     """Tracks how many more prompt tokens one step may compute."""
 
     def __init__(self, tokens: int, is_chunked: bool, cost: PromptCost) -> None:
-        """Create a budget of `tokens`. If not `is_chunked`, only whole prompts are allowed."""
+        """Create a budget of `tokens`. Prompts may be split into chunks only if `is_chunked`."""
         self._tokens = tokens
         self._is_chunked = is_chunked
         self._cost = cost
@@ -142,7 +139,7 @@ class Transfers(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A step plan in flight, that is, one that has not been committed yet."""
+    """A step plan in flight, which has been made but not committed yet."""
 
     entries: dict[str, tuple[Sequence, Chunk]]
     """Sequences of the plan by request id, each with the chunk of tokens to compute."""
@@ -252,6 +249,9 @@ def make_decode(sequence: Sequence) -> Chunk:
 
 
 def banned_tokens(sequence: Sequence) -> list[int]:
-    """List the tokens that must not be sampled next: stop tokens before `min_tokens` is reached."""
+    """List the tokens that must not be sampled next.
+
+    These are the stop tokens until the output has `min_tokens` tokens, and none after that.
+    """
     request = sequence.request
     return request.stop_token_ids if sequence.num_output < request.min_tokens else []

@@ -32,7 +32,7 @@ until the next beams have forked from it.
 
 @dataclass(slots=True, eq=False)
 class _BeamGroup:
-    """The state of one beam search and its requests, each of which gets one hypothesis."""
+    """The state of one beam search, and its requests, each of which receives one hypothesis."""
 
     requests: list[EngineRequest]
     rules: BeamRules
@@ -60,7 +60,10 @@ class _BeamGroup:
         return self.first.sampling.top_logprobs or 0
 
     def roots(self) -> list[EngineRequest]:
-        """Build `width` requests with only the prompt, which reserve memory for all beams."""
+        """Build `width` requests that contain only the prompt.
+
+        Admitting them reserves memory for all beams of the search.
+        """
         return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
 
     def beam(self, place: int, token_ids: list[int]) -> EngineRequest:
@@ -164,7 +167,10 @@ class BeamSearches:
         return []
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Replace beams' outputs with those of finished searches. Pass on all other outputs."""
+        """Hide the outputs of beams, and add the final outputs of searches that have finished.
+
+        Outputs of requests outside beam searches are passed on.
+        """
         if not self._by_member:
             return outputs
         passed = [each for each in outputs if each.request_id not in self._by_member]

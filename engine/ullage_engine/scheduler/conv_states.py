@@ -104,10 +104,10 @@ class ConvStatePool:
         assert not set(written) & set(states), "a state is overwritten"
 
     def _is_usable(self, state: ConvState, num_computed: int) -> bool:
-        """Return whether a step may continue from this state, without replaying from a zero state.
+        """Return whether a step may continue from this state, with no replay from a zero state.
 
-        This is the case if continuing leads to an exact state at `num_computed`, and does not take
-        more tokens than a replay from the zero state.
+        Continuing must lead to an exact state at `num_computed`, and must not take more tokens than
+        a replay from the zero state.
         """
         zero = max(0, num_computed - self.replay_tokens)
         return state.since <= zero <= state.num_tokens <= num_computed

@@ -106,7 +106,7 @@ class BlockOffers(Generic[Place]):
         self._granted += [(slot, places[slot.key]) for slot in slots]
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
-        """Remove and return the granted slots that the next step fills or gives back.
+        """Remove and return granted slots: those to fill in the next step, and those to give back.
 
         Args:
             is_there: returns whether a location still holds the offered block.
@@ -241,7 +241,7 @@ class KvExchange(Generic[Place]):
 
         Args:
             stored: slots to which blocks have been copied.
-            read: reports for those `KvFound` answers whose blocks have been copied to the device.
+            read: reports on the `KvFound` answers whose blocks have been copied to the device.
         """
         if written := list(stored):
             self._outgoing.append(KvWritten(stored=written))

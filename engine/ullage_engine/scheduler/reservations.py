@@ -27,7 +27,7 @@ from ullage_engine.scheduler.sequence import BlockTable, Sequence
 
 @dataclass(frozen=True, slots=True)
 class ReservationCost:
-    """The blocks that a reservation would take: blocks to reserve, and cached blocks to reuse."""
+    """The blocks that a reservation needs: new blocks to reserve, and cached blocks to reuse."""
 
     hits: list[int]
     """Cached blocks that match the sequence's prefix."""
@@ -155,7 +155,7 @@ class BlockReservations:
     def replace_windows(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
         """Replace a sequence's sliding window blocks with `blocks`, and free the old ones.
 
-        `first`: the first new block's index in the sequence.
+        `first` is the index of the first new block within the sequence.
         """
         self._free_windows(sequence, len(sequence.windows.ids))
         sequence.windows.first = first

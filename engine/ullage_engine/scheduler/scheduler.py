@@ -189,8 +189,8 @@ class Scheduler:
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
         """Drop a request and free its memory. Unknown ids are ignored.
 
-        `is_answered`: whether the request is dropped because a stop string ended its answer. If so,
-        the length of the answer is included in the output length estimate.
+        Set `is_answered` if the request is dropped because a stop string ended its answer. The
+        length of the answer is then included in the output length estimate.
         """
         if sequence := self._sequences.get(request_id):
             if is_answered:
@@ -245,7 +245,7 @@ class Scheduler:
     def withhold(self, num_bytes: int) -> None:
         """Withhold available KV memory from new requests. Admitted requests keep their KV.
 
-        `num_bytes`: number of KV bytes to withhold, which replaces the number from the previous
+        `num_bytes` is the number of KV bytes to withhold. It replaces the number from the previous
         call.
         """
         self._reservations.num_withheld = -(-num_bytes // self._profile.block_bytes)
@@ -351,9 +351,9 @@ class Scheduler:
     def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
         """Build a plan from these chunks and all pending moves.
 
-        `done`: transfers of the plan that this one replaces, which have already been performed.
-        They are reported to the server once the new plan has been computed, or with a later plan if
-        the new one has no chunks.
+        `done` contains the transfers of the plan that this one replaces. They have already been
+        performed, and are reported to the server once the new plan has been computed, or with a
+        later plan if the new one has no chunks.
         """
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
         moves = self._swap.drain(chunks)
@@ -441,7 +441,7 @@ class Scheduler:
 
 
 def _logprobs_of(sampled: SampledToken, before: list[SampledToken] | None) -> list[TokenLogprobs]:
-    """List the log-probabilities of the accepted draft tokens, followed by the sampled token's."""
+    """List the log-probabilities of the accepted draft tokens, then that of the sampled token."""
     return [
         TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs)
         for each in [*(before or []), sampled]

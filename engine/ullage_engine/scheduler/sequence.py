@@ -210,5 +210,5 @@ class Sequence:
 
     @property
     def expected_remaining(self) -> int:
-        """Return how many more output tokens are expected, which is at least one."""
+        """Return the expected number of further output tokens, at least one."""
         return max(1, min(self.request.max_tokens, self.expected_output) - self.num_output)

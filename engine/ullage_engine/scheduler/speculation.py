@@ -113,7 +113,7 @@ class _Drafts:
     def observe(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
         """Update the acceptance rate after a draft, and pause drafting if the rate is too low.
 
-        `num_tokens`: current length of the sequence in tokens.
+        `num_tokens` is the current length of the sequence in tokens.
         """
         share = num_accepted / num_draft_tokens
         self.acceptance += _WEIGHT * (share - self.acceptance)
@@ -143,7 +143,9 @@ class Speculation:
         return len(self._drafts)
 
     def draft(self, decoding: list[Sequence], num_running: int) -> dict[Sequence, list[int]]:
-        """Return a draft for each decoding sequence that has one.
+        """Draft tokens for the sequences that the step decodes.
+
+        Sequences without a draft are left out of the result.
 
         Args:
             decoding: sequences that the step decodes.
@@ -186,8 +188,9 @@ class Speculation:
                 its tokens.
 
         Returns:
-            The last sampled token of each sequence, which has not been appended yet. Also the
-            accepted tokens before it, keyed by request id, for sequences that have any.
+            The last sampled token of each sequence, which has not been appended yet, and a dict of
+            the accepted tokens before it, by request id. The dict leaves out sequences that
+            have no accepted tokens.
         """
         drawn: dict[str, list[SampledToken]] = {}
         for token in sampled:

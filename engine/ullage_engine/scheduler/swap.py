@@ -133,15 +133,18 @@ class SwapManager:
 
     @property
     def has_arriving(self) -> bool:
-        """Whether any sequence's copy to the device was requested, but is in no plan yet."""
+        """Whether any sequence is waiting for a plan to copy its KV back to the device."""
         return bool(self._swapping_in)
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's copy to the device was requested, but is in no plan yet."""
+        """Return whether the sequence is waiting for a plan to copy its KV back to the device."""
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
-        """Remove and return the pending moves for the plan that computes these chunks."""
+        """Remove and return the pending moves.
+
+        `computed` lists the chunks of the plan that will perform them.
+        """
         if not (self._outs or self._swapping_in or self._copies):
             return Moves()
 

@@ -45,7 +45,7 @@ _LEAST_WAIT_S = 0.02
 
 @dataclass(slots=True)
 class _Wait:
-    """A sequence that waits for the answer to its query, and then for free blocks to load KV into.
+    """A sequence that waits for the answer to its KV query, and then for free blocks to load into.
 
     In the meantime, the sequence computes the blocks before the first requested block.
     """
@@ -101,7 +101,7 @@ class TierTransfers:
 
     @property
     def has_moves(self) -> bool:
-        """Return whether a plan without chunks would still have copies to perform or report."""
+        """Return whether there are copies to perform or report, even with nothing to compute."""
         return bool(self._exchange.has_granted or self._ins or self._kept != Transfers())
 
     def take_messages(self) -> list[FromKv]:

@@ -162,7 +162,7 @@ class AdapterSet:
 
     @property
     def keys(self) -> dict[str, str]:
-        """The key that the worker uses for each available adapter, by the adapter's name."""
+        """The worker's key for each available adapter, by adapter name."""
         return {name: version.key for name, version in self._offered.items()}
 
     @property
@@ -357,7 +357,7 @@ class AdapterSet:
             self._engine_status.set_preparing(False)
 
     async def _end_preparing(self) -> None:
-        """Let the engine become ready without the adapters that take too long to load."""
+        """Stop delaying readiness for adapters that take too long to load."""
         while not self._engine_status.serving:
             await self._engine_status.changed(within_s=60.0)
         await asyncio.sleep(FIRST_ADAPTERS_S)

@@ -439,7 +439,7 @@ class EngineApp:
     async def _follow_health(self) -> None:
         """Update readiness and liveness whenever the engine's status changes.
 
-        The engine is not ready without a worker. It is not live if only a new pod can help.
+        The engine is not ready without a worker. It is not live if only replacing the pod can help.
         """
         while True:
             await self._health.set_ready(
@@ -539,9 +539,9 @@ def _engine_lost(message: str) -> ServiceError:
 
 
 async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:
-    """Wait until any of the awaitables is done, and then cancel the other coroutines.
+    """Wait until any of the awaitables is done.
 
-    Tasks and futures are not cancelled.
+    The other coroutines are then cancelled. Awaitables passed as tasks or futures keep running.
     """
     given = {asyncio.ensure_future(item): asyncio.isfuture(item) for item in awaitables}
     try:

@@ -173,7 +173,9 @@ class Dispatcher:
     # across workers ------------------------------------------------------------------------------
 
     def resume(self, worker: WorkerHandle, *, is_short: bool) -> None:
-        """Prepare open requests for the next worker. Fail those suspected of killing too many.
+        """Prepare open requests for the next worker.
+
+        Requests that are suspected of having killed too many workers fail instead.
 
         Args:
             worker: the worker that has exited.

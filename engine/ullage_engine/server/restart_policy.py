@@ -115,10 +115,10 @@ class RestartPolicy:
     def suspect_after_s(
         self, slowest_step_s: float | None, longest_step_s: float, num_steps: int
     ) -> float:
-        """Return how long a worker with work may use no CPU, in seconds, before it counts as hung.
+        """Return for how many seconds a worker that has work may use no CPU.
 
-        The value is clamp(slow_steps * slowest recent step, min_suspect_s, busy_after_s), or
-        busy_after_s before the first step.
+        After that, it counts as hung. The value is clamp(slow_steps * slowest recent step,
+        min_suspect_s, busy_after_s), or busy_after_s before the first step.
         """
         busy_after_s = self.busy_after_s(longest_step_s, num_steps)
         if slowest_step_s is None:

@@ -1,4 +1,4 @@
-"""Commands to which the worker replies once: profiling steps and loading a LoRA adapter.
+"""Tracks commands that get a single reply from the worker: profiling and LoRA adapter loading.
 
 A command fails if the worker exits before it replies.
 """

@@ -22,7 +22,7 @@ def families(
     table: Iterable[tuple[CounterName | GaugeName, Callable[[_Owner], float | None]]],
     owners: Collection[tuple[tuple[str, ...], _Owner]],
 ) -> Iterable[Metric]:
-    """Yield one metric family per table row, with a sample for each owner that has a value.
+    """Yield a metric family per row of `table`, with one sample per owner that has a value.
 
     Args:
         table: pairs of a metric's name and a function that reads its value from an owner.
@@ -89,7 +89,7 @@ class WorkerCollector(Collector):
 
 
 def _sums(seen: _Seen) -> _Sums:
-    """Return each counter and histogram summed over all workers so far."""
+    """Return the totals of all counters and histograms over the current and earlier workers."""
     state, counts, tallies, (grown, shrunk) = seen
     if state is None:
         return counts, tallies, (grown, shrunk)

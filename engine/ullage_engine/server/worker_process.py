@@ -211,7 +211,7 @@ class WorkerHandle:
         self._num_steps = 0
 
     def on_message(self, message: ToServer) -> None:
-        """Record that the worker is alive. Some messages also show that it is making progress."""
+        """Record that the worker is alive and, for some messages, that it is making progress."""
         now = time.monotonic()
         match message:
             case StepDone():
@@ -241,7 +241,7 @@ class WorkerHandle:
     def on_submit(self) -> None:
         """Record that the worker received a request.
 
-        If the worker was idle, its next step is timed from now on.
+        If the worker was idle, the duration of its next step is measured from this moment.
         """
         if not self._has_work:
             self._has_work = True

@@ -220,7 +220,7 @@ def _check_neutral(key: str, value: object, neutral: tuple[object, ...]) -> None
 
 
 def _number(field: str, value: object, key: str = "") -> float | int:
-    """Check that requests may use a recommended value, and return it as a number."""
+    """Check that requests may use a recommended value, and return the value as a number."""
     key = key or field
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GenerationError(f"{key} is {value!r}, not a number; {_REMEDY}")

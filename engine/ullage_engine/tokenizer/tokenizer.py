@@ -104,9 +104,9 @@ class ModelTokenizer:
         return self.begin(self._encode(text))
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Return a conversation's token ids, beginning with a BOS token if `chat_adds_bos`.
+        """Return a conversation's token ids, with a BOS token prepended if `chat_adds_bos`.
 
-        A BOS token that is already there is not repeated.
+        The ids are returned unchanged if they already begin with a BOS token.
         """
         bos_id = self._bos_id if self.chat_adds_bos else None
         return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
@@ -210,7 +210,10 @@ def _tokenizer_config(path: Path) -> Json:
 
 
 def _special_tokens(config: Json) -> dict[str, str]:
-    """Return the texts of special tokens, which are stored as strings or objects with `content`."""
+    """Return special tokens' texts by name.
+
+    The configuration stores each text as a string or as an object with `content`.
+    """
     more = config.get("extra_special_tokens")
     texts = {str(k): _text(value) for k, value in more.items()} if isinstance(more, dict) else {}
     texts |= {name: _text(value) for name, value in config.items() if name.endswith("_token")}

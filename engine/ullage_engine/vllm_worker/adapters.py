@@ -204,7 +204,7 @@ class Adapters:
     def with_slots(
         self, holders: Iterable[VllmSequence], waiting: Iterable[VllmSequence]
     ) -> Iterator[VllmSequence]:
-        """Yield the waiting sequences that need not wait for an adapter slot, in the same order."""
+        """Yield, in order, the waiting sequences that do not have to wait for an adapter slot."""
         turns = self._turns(holders)
         for each in waiting:
             if turns.slot_for(each.request.adapter) is not None:

@@ -14,7 +14,7 @@ class BlockCosts:
         self._limits = limits
 
     def longest(self, request: EngineRequest, num_samples: int) -> int:
-        """Return how many tokens long each of a request's `num_samples` samples may become."""
+        """Return the maximum length in tokens of each of a request's `num_samples` samples."""
         profile = self._profile
         longest = self._limits.max_model_len
         if not profile.block_bytes:
@@ -31,7 +31,7 @@ class BlockCosts:
         return longest
 
     def charged_blocks(self, sequence: VllmSequence) -> int:
-        """Return how many KV blocks a sequence must reserve for its `charged_tokens`."""
+        """Return how many KV blocks a sequence must reserve to hold its `charged_tokens` tokens."""
         return self.num_blocks(sequence, sequence.charged_tokens)
 
     def num_blocks(self, sequence: VllmSequence, num_tokens: int, *, resumed: bool = False) -> int:

@@ -281,7 +281,7 @@ def _try_send(connection: NodeConnection, message: Start | Refused) -> None:
 
 
 def end_worker(rank: int) -> NoReturn:
-    """Exit with all ranks on this node, because the connection to follower `rank` is lost."""
+    """Terminate this worker and this node's ranks, because follower `rank` has disconnected."""
     log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
     # Exit at once: another thread of vLLM may be waiting for the lost rank. The server restarts the
     # worker.

@@ -37,7 +37,7 @@ class StartProgress:
             self._send(0, total_bytes or 1)
 
     def repeat(self) -> None:
-        """Report the current stage again, while this process is waiting for another process."""
+        """Resend the report of the current stage while this process waits for another process."""
         with self._lock:
             self._send(0, self._total or 1)
 

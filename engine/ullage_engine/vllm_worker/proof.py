@@ -1,11 +1,11 @@
 """Verifies that vLLM computes the same results as at an earlier, verified startup.
 
 This module does not import vLLM. At startup, the worker computes a probe, which consists of two
-ordinary requests. The steps of the probe compute a prompt, a prompt together with a decode, and two
-decodes. Every output token is fixed beforehand, so that ties between equally likely tokens cannot
-make two startups diverge. The log-probabilities of the output token and of the most likely tokens
-are compared in sorted order. Two equally likely tokens may swap places, but their probabilities may
-not change.
+ordinary requests. Its steps cover three cases: a prompt alone, a prompt batched with a decode, and
+two decodes batched together. Every output token is fixed beforehand, so that ties between equally
+likely tokens cannot make two startups diverge. The log-probabilities of the output token and of the
+most likely tokens are compared in sorted order. Two equally likely tokens may swap places, but
+their probabilities may not change.
 
 Each rank also computes digests of its rotary tables and its weights. Weights are compared only for
 unquantised checkpoints, because only then does vLLM check that every weight was loaded. Tensors of
@@ -170,9 +170,10 @@ def proof_file(
         weights: digest of the weight files.
         facts: the facts that make up the engine's fingerprint.
         probe: size of the probe.
-        arguments: arguments of `vllm.EngineArgs`. Any of the others may affect which modules exist,
-            and how their tensors are named and laid out in memory. For example, vLLM wraps the base
-            model's modules if adapters are enabled, but the base model's answers do not change.
+        arguments: arguments of `vllm.EngineArgs`. Arguments outside `_NO_PART` may affect which
+            modules exist, and how their tensors are named and laid out in memory, even if they do
+            not affect answers. For example, vLLM wraps the base model's modules if adapters are
+            enabled, but the base model's answers do not change.
     """
     used = {name: value for name, value in arguments.items() if name not in _NO_PART}
     own = {

@@ -233,7 +233,7 @@ class Reservations:
         self._known_committed = self._known_reclaimable = None
 
     def _due(self, request_id: str, num_blocks: int) -> float:
-        """Return how many of a request's `num_blocks` reserved blocks it does not hold yet."""
+        """Return how many of a request's `num_blocks` reserved blocks are not held by it yet."""
         held = self._blocks.num_held(request_id)
         if not held and (prefix := self._prefixes.get(request_id)):
             held = prefix.num_held

@@ -79,7 +79,7 @@ class StepMetrics:
         return sequence.num_cached_tokens
 
     def _note_start(self, sequence: VllmSequence, seconds: float) -> None:
-        """If a step of `seconds` seconds started the sequence, record the start."""
+        """Record a sequence's start if it started in this step, which took `seconds` seconds."""
         if sequence.is_new:
             self.figures.observe_start(sequence.request.accepted_at, seconds)
         if not sequence.num_computed:

@@ -35,7 +35,7 @@ class TiersRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """One step's copies between KV blocks and host-tier slots. Every rank makes these copies."""
+    """Copies between KV blocks and host-tier slots that every rank makes in one step."""
 
     number: int
     """Id that the ranks report once the copies are done, or 0 if there are no copies."""
@@ -265,7 +265,7 @@ class ConnectorTransfers:
             state.query = None
 
     def _keys(self, state: _Request, token_ids: Sequence[int], end: int) -> list[bytes]:
-        """Return the keys of the request's first `end` blocks, and any further known keys."""
+        """Return the keys of the request's first `end` blocks, and any later keys already known."""
         if len(state.keys) < end:
             size = self._block_tokens
             salt = state.request.cache_salt

@@ -129,7 +129,7 @@ def free_of(gpu: Gpu) -> int:
 
 
 def names_of(sizes: Mapping[int, int]) -> str:
-    """List processes and their memory usage as text for messages, largest first."""
+    """Format processes and their memory usage for use in messages, largest first."""
     largest = sorted(sizes.items(), key=lambda entry: entry[1], reverse=True)
     listed = [f"process {pid} with {mib(size)}" for pid, size in largest]
     return ", ".join(listed) or "other processes"
@@ -195,7 +195,7 @@ def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) 
 
 
 def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
-    """Return a copy of the configuration with this CPU memory budget.
+    """Return a copy of the configuration with `device_bytes` as the CPU memory budget.
 
     If `device_bytes` is None, return the configuration itself.
     """
@@ -231,7 +231,7 @@ class MemoryMeter:
     """Measures how much memory this process uses: resident memory, or memory on a CUDA device."""
 
     def __init__(self, device: torch.device, driver: GpuAtStart | None = None) -> None:
-        """Create a meter. `driver` is the driver's report from before the device was prepared."""
+        """Create a meter. `driver` is what the driver reported before the device was prepared."""
         self._device = device
         self._process = psutil.Process()
         self._recent = (0, -_RECENT_S)
@@ -262,7 +262,7 @@ class MemoryMeter:
         return int(self._process.memory_info().rss) - self.shared_bytes
 
     def recent_bytes(self) -> int:
-        """Return `used_bytes`. On a GPU, cache it for a second, because driver queries are slow."""
+        """Return `used_bytes`, cached for a second on GPUs because driver queries are slow."""
         if self._device.type != "cuda":
             return self.used_bytes()
 
@@ -280,7 +280,7 @@ class MemoryMeter:
         return torch.cuda.memory_reserved(self._device)
 
     def others(self) -> str:
-        """List the device's other processes and their memory usage as text for messages."""
+        """Format the device's other processes and their memory usage for use in messages."""
         if self._driver is None or self._pid is None:
             return names_of({})
         listed = self._driver.gpu.process_bytes()
@@ -306,8 +306,8 @@ class MemoryMeter:
     def _is_shown_by(self, driver: GpuAtStart) -> bool:
         """Return whether CUDA and the driver refer to the same GPU. Log a warning if not.
 
-        On a machine with different GPU models, they may not, because CUDA orders GPUs by speed
-        and the driver orders them by PCI bus.
+        On a machine with different GPU models, they may refer to different ones, because CUDA
+        orders GPUs by speed and the driver orders them by PCI bus.
         """
         used = str(torch.cuda.get_device_properties(self._device).uuid).removeprefix("GPU-")
         shown = driver.gpu.uuid
@@ -442,7 +442,7 @@ class Workspace:
         return self._take_back() and self._meter.free_bytes() >= _FREE_FOR_LIBRARIES
 
     def _take_back(self) -> bool:
-        """Make the allocator reserve as much memory as at startup. Return whether it succeeded."""
+        """Make the allocator reserve as much memory as at startup, and return whether it could."""
         lost = self._reserved - self._meter.reserved_bytes() - _SMALL_SEGMENTS
         try:
             if lost > 0:

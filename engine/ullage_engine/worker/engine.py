@@ -119,7 +119,7 @@ class PipelinedRunner(Runner, Protocol):
         ...
 
     def collect(self) -> list[SampledToken]:
-        """Wait for the oldest uncollected step, and return its tokens like `execute`."""
+        """Wait for the oldest uncollected step, and return its tokens as `execute` does."""
         ...
 
 
@@ -376,7 +376,10 @@ class EngineCore:
             log.debug("KV was copied between device and host", extra={"seconds": seconds})
 
     def _finish_moves(self) -> None:
-        """Report completed block copies of plans without chunks. No plan may be in flight."""
+        """Wait for the block copies of plans without chunks, and report that they are complete.
+
+        Call this only while no plan is in flight.
+        """
         if self.tiers and (kept := self.tiers.take_kept()) != Transfers():
             self._runner.sync()
             self.tiers.finish(kept)

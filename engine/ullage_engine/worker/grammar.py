@@ -87,8 +87,8 @@ class Grammars:
 
         For the first grammar, the thread calls `load`, which returns the vocabulary or raises
         GrammarError if the model does not support grammars. If `load` fails for any other reason,
-        the requests with that grammar fail. Running out of memory is an exception, because no
-        request is to blame for it.
+        the requests with that grammar fail. If `load` runs out of memory, they do not fail, because
+        no request is to blame for it.
         """
         self._load = load
         self._vocabulary: LLTokenizer | None = None

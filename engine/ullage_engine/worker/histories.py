@@ -24,7 +24,10 @@ A running request is in every plan, or in one out of N consecutive plans if N pl
 
 
 class _Recent(Generic[T]):
-    """Stores a value for each recently planned request. Both ranks evict the same requests."""
+    """Stores a value for each recently planned request.
+
+    Rank 0 and the rank that samples evict the same requests.
+    """
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -43,7 +46,7 @@ class _Recent(Generic[T]):
         return self._kept.pop(request_id, (default, 0))[0]
 
     def keep(self, request_id: str, value: T) -> None:
-        """Store a request's value as the most recent. If full, evict the least recently used."""
+        """Store a request's value as the most recent, and evict the least recently used if full."""
         self._kept[request_id] = (value, self._num_plans)
         if len(self._kept) > self._max_requests:
             self._kept.popitem(last=False)

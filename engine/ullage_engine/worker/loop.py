@@ -1,4 +1,4 @@
-"""The shared part of all worker processes: the link to the server, the loop, and the command line.
+"""Code shared by all worker processes: the server link, the main loop and the command line.
 
 A worker connects to the server's socket, loads the model, sends `Ready`, and computes steps as long
 as it has requests. It exits on `Shutdown`, and the kernel kills it if the server exits.
@@ -522,7 +522,7 @@ class Worker:
         self._log_at = self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
-        """Return the worker's state and pressure level, and adjust the batch size accordingly."""
+        """Return the worker's state with its pressure level, and set the batch size to match."""
         state = self._pressure.judge(self._started.state())
         if self._profile:
             self._profile.on_state(state)
@@ -538,10 +538,10 @@ def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:
 
 
 def _left(message: Submit, cancelled: str) -> list[Submit]:
-    """Remove a cancelled request from a message.
+    """Remove a cancelled request from a `Submit` message.
 
     Returns:
-        A list with the remaining message, or an empty list if no request remains.
+        A list that contains the shortened message, or an empty list if no request remains.
     """
     requests = [request for request in message.requests if request.request_id != cancelled]
     return [msgspec.structs.replace(message, requests=requests)] if requests else []

@@ -144,10 +144,10 @@ def measured_cost(
         token_s: seconds per token at the beginning of a prompt.
         context_s: additional seconds for each context token that a token attends to.
         tokens: number of prompt tokens in a step at the beginning of a prompt.
-        deadline_s: seconds after which a worker that has not finished its step is considered hung.
-        is_free: whether the chunk size may be chosen freely. If so, steps late in a prompt compute
-            fewer tokens, so that they do not delay decodes longer than steps at the beginning do.
-            If not, only the deadline limits the number of tokens.
+        deadline_s: seconds after which a worker with an unfinished step is considered hung.
+        is_free: whether the chunk size may be chosen freely. If true, steps late in a prompt
+            compute fewer tokens, so that they delay decodes no longer than its first steps do. If
+            false, only the deadline limits the number of tokens.
     """
     if token_s <= 0.0:
         return PromptCost()
@@ -324,7 +324,7 @@ class RankStartup:
 
     @cached_property
     def kv_type(self) -> torch.dtype:
-        """Data type in which keys and values are stored if they are not stored as float8."""
+        """Data type of stored keys and values, unless they are stored as float8."""
         if self.config.model.dtype != "auto":
             return self.dtype
         return auto_kv_type(self.library_refusal, self.dtype)
@@ -400,7 +400,7 @@ class RankStartup:
         progress(sum(sizes.values()), sum(sizes.values()))
 
     def _new_capture(self) -> NewCapture | None:
-        """Return the class that captures decode steps as CUDA graphs, or None if they are off."""
+        """Return the class that captures decode steps as CUDA graphs, or None if graphs are off."""
         if not self.config.cuda_graphs:
             return None
         if self.device.type != "cuda":
@@ -768,7 +768,7 @@ class RankStartup:
 
     @cached_property
     def proof_file(self) -> ProofFile:
-        """The file with all ranks' proofs, with which later starts compare their results.
+        """File that holds all ranks' proofs, against which later starts check their results.
 
         It is available once the KV pool is allocated. Its name depends on everything that may
         affect the bits of a proof, so that each combination has its own file.

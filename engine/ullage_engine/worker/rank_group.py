@@ -161,7 +161,7 @@ ToRank0 = Answer | Loading
 
 
 def for_rank(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
-    """Return a copy of a plan with only what another rank needs.
+    """Return a copy of a plan that contains only what another rank needs.
 
     Moves are omitted, because they are sent in a separate command before the plan. Histories and
     masks are only included for the rank that samples.
@@ -314,7 +314,7 @@ class RankProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the processes immediately, because ranks that are loading do not read commands."""
+        """Kill the processes without sending `Stop`, because loading ranks do not read commands."""
         self._is_stopping.set()
         for process in self._popens.values():
             process.kill()

@@ -96,7 +96,7 @@ class Started:
     def state(self) -> WorkerState:
         """End idle sessions, and return the current memory usage and load.
 
-        If other processes have taken memory, compensate by withholding KV from new requests.
+        If other processes have taken memory, withhold the same amount of KV from new requests.
         """
         engine = self.engine
         scheduler = self.engine.scheduler
@@ -267,7 +267,9 @@ def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -
 
 
 def _confirm(own: RankStartup, verified: list[Proof] | None, others: list[Done]) -> None:
-    """Compare the proofs of all ranks with those of a verified start, or store the proofs.
+    """Check all ranks' computed results (proofs) against those of a verified start.
+
+    If no start has been verified before, store the proofs of this start for later starts.
 
     Raises:
         ProofError: a rank's results differ from those of the verified start.

@@ -63,7 +63,10 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def takes_groups(format: Format, depth: int, groups: int) -> bool:
-    """Return whether the kernels support `depth` weights per column that share `groups` scales."""
+    """Return whether the kernels support weights with `groups` scales per column.
+
+    `depth` is the number of weights per column.
+    """
     group = depth // groups
     fits = group == MX_GROUP if format == "mxfp4" else group % MIN_GROUP == 0 or groups == 1
     return group * groups == depth and fits

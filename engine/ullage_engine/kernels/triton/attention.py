@@ -28,7 +28,11 @@ from ullage_engine.kernels.triton.launch import e4m3, jit, jit_for_any, launch, 
 
 @jit
 def shift_of(peak: tl.tensor) -> tl.tensor:
-    """Return the peak, or zero if a row has no scores yet, because -inf - -inf would be NaN."""
+    """Return the value to subtract from a row's scores before exponentiation.
+
+    This is the row's peak, or zero if the row has no scores yet, because -inf - -inf would be
+    NaN.
+    """
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 

@@ -110,7 +110,7 @@ def count(out: tl.tensor, SIZE: tl.constexpr) -> None:
 
 
 def launch_count(out: torch.Tensor) -> None:
-    """Launch the smallest kernel, which writes 0, 1, 2 and so on to `out`, int32 [SIZE]."""
+    """Launch `count`, a minimal kernel that writes 0, 1, 2 and so on to `out`, int32 [SIZE]."""
     launch(count, (1,), out, SIZE=SIZE)
 
 

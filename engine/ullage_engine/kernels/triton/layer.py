@@ -1,8 +1,8 @@
-"""The operations of a layer between its matrix products: norms, rotary embedding, KV writes, gates.
+"""Triton kernels that run between a layer's matmuls: norms, rotary embedding, KV writes and gates.
 
-Each operation is one kernel. It computes in float32 and rounds once, to the activations' type.
-Float8 KV is rounded from that type, which matches `ullage_engine.kernels.kv_pool.narrow` bit for
-bit.
+Each operation is a single kernel, which computes in float32 and rounds once, to the activations'
+type. Float8 KV is rounded from that type, which matches `ullage_engine.kernels.kv_pool.narrow` bit
+for bit.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Access to the KV blocks in vLLM's pool, and the kind of KV that each cache group keeps."""
+"""Access to the KV blocks in vLLM's pool, and the type of KV data in each cache group."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ class _Prefix:
 
 
 def _shares(blocks: Iterable[KVCacheBlock]) -> float:
-    """Return the number of blocks, counting a block that n requests share as 1/n."""
+    """Return the number of blocks, where a block shared by n requests counts as 1/n."""
     return sum(1 / int(each.ref_cnt) for each in blocks if not each.is_null)
 
 
@@ -160,5 +160,5 @@ def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
 
 
 def pool_block_bytes(rank: KVCacheConfig, config: VllmConfig) -> int:
-    """Return the bytes that a KV block takes on one rank. All cache groups use the same size."""
+    """Return the size of a KV block on one rank, in bytes. All cache groups use the same size."""
     return int(_pool_bytes_per_block(config, rank.kv_cache_groups))

@@ -228,7 +228,7 @@ class RankPart:
 
 
 def _apart(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each distinct KV tensor once, because several layers may share a tensor."""
+    """Return the KV tensors without duplicates, because several layers may share a tensor."""
     return list({each.data_ptr(): each for each in kv_caches}.values())
 
 

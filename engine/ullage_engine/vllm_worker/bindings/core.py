@@ -187,7 +187,7 @@ slots, and the bytes that were free on each rank's GPU before the weights were l
 def _sized_executor(
     base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
 ) -> type[Executor]:
-    """Return a vLLM executor class that lets `size_pool` decide the size of the KV pool.
+    """Return a subclass of a vLLM executor in which `size_pool` sizes the KV pool.
 
     On shutdown, the executor kills its ranks.
     """
@@ -483,7 +483,7 @@ class VllmCore:
             raise
 
     def _on_all_ranks(self, method: str, name: str) -> None:
-        """Call a worker method on every rank, with an adapter as its argument.
+        """Call a worker method on every rank, passing the named adapter as its argument.
 
         Raises:
             AdapterError: the call failed on a rank.
