@@ -136,7 +136,7 @@ class DecisionLog:
 
 
 def _nothing() -> None:
-    """Do nothing, because there is no request body whose memory must be released."""
+    """Do nothing. This is the default callback of calls that have no request body to release."""
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):

@@ -199,7 +199,7 @@ class _Normalizer:
 
     @classmethod
     def of(cls, state: Json | None) -> "_Normalizer | None":
-        """Describe a normalizer's effect, or return None if the effect is unknown."""
+        """Return how much a normalizer may shorten a text, or None if this is unknown."""
         if state is None:
             return cls()
         shrink = 1
@@ -278,9 +278,9 @@ _WIDE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 
 
 def _spelled(characters: str) -> str:
-    """Return a regex that matches any of the characters.
+    """Return a regex that matches any of the characters, in either of two spellings.
 
-    It also matches the way in which a byte-level vocabulary spells these characters.
+    It matches the characters themselves and their spellings in a byte-level vocabulary.
     """
     letters = ByteLevel(add_prefix_space=False, use_regex=False)
     in_bytes = [letters.pre_tokenize_str(each)[0][0] for each in characters]

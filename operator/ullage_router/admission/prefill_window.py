@@ -71,7 +71,7 @@ class PrefillWindow:
         return sum(map(len, self._open.values()))
 
     def as_json(self) -> dict[str, int]:
-        """Return how many requests are waiting, have waited and were moved, for /stats."""
+        """Return how many requests wait now, and how many ever waited or moved, for /stats."""
         return {"waiting": len(self), "waited": self.waited, "balanced": self.balanced}
 
     async def settle(self, reservation: Reservation) -> None:

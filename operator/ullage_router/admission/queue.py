@@ -224,7 +224,7 @@ class RequestQueue:
         }
 
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
-        """Return the KV bytes of the smallest head that the request may overtake, by pool.
+        """Return the KV bytes of the smallest queue head that the request may overtake, by pool.
 
         Overtaking the head of a subqueue is called backfill. The pools are the same as in `ahead`,
         except that a pool is omitted if one of its heads must not be overtaken again.

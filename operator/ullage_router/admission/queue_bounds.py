@@ -58,7 +58,10 @@ class _Holding:
     entries: "SortedList[_EvictionKey]" = field(default_factory=SortedList)
 
     def shares(self, tenant: str) -> "Iterator[tuple[float, str]]":
-        """Yield (amount used / tenant's weight, tenant's name) for each limited resource."""
+        """Yield (weighted usage, tenant's name) for each limited resource.
+
+        The weighted usage is the amount that the tenant uses, divided by its weight.
+        """
         for amount in self.amounts:
             yield amount / self.weight, tenant
 

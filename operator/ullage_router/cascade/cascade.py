@@ -122,7 +122,7 @@ class Cascade:
         return self._peers[step].ask if step in self._peers else own
 
     def on_end(self, attempt: Attempt) -> None:
-        """Count an attempt that has ended or whose answer was released to the client."""
+        """Record the outcome of an attempt once it ends or its answer is released to the client."""
         self._counts[attempt.step, attempt.outcome] += 1
         self._discarded[attempt.step] += attempt.discarded_tokens
         self._on_attempt(attempt)
@@ -243,7 +243,7 @@ class _Run:
         return await self._finally(last)
 
     async def drop_rest(self) -> None:
-        """Cancel all other started steps. They end even if this task is cancelled meanwhile."""
+        """Cancel all other started steps, even if this task is itself cancelled in the meantime."""
         # First end all of them, without a pause in which a cancellation could leave one running.
         for task in self._tasks.values():
             _end(task)
@@ -360,7 +360,7 @@ class _Run:
         self._cascade.on_end(attempt)
 
     def _adopt_decision(self, step: int) -> None:
-        """Make a step's decision the request's own decision, but keep the recorded attempts."""
+        """Adopt a step's decision as the request's own, keeping the attempts recorded so far."""
         decisions = self._call.decisions
         decisions.adopt(self._calls[step].decisions.latest, attempts=decisions.latest.attempts)
 

@@ -1,4 +1,4 @@
-"""Another service's router as a step of a cascade.
+"""Runs a step of a cascade by sending the request to another service's router.
 
 To the other router, the cascade is an ordinary gRPC client. It connects in plaintext or over TLS,
 and authenticates with the client's key or with this service's key.

@@ -1,5 +1,4 @@
-"""The router's view of engines: their headroom reports, their models, and streams of requests.
+"""Tracks engines through their headroom reports, loads their models, and sends them requests.
 
-This package tracks the state of engines and sends requests to them. It does not choose the engine
-for a request.
+This package does not choose the engine for a request.
 """

@@ -64,7 +64,7 @@ class EngineConnection:
 
     @property
     def lacks_stream(self) -> bool:
-        """Whether the engine does not implement Multiplex, so that it cannot get requests."""
+        """Whether the engine cannot receive requests because it does not implement Multiplex."""
         return self._multiplexer.is_missing and not self.is_open
 
     async def open_stream(self) -> None:

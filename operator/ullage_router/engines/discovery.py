@@ -46,7 +46,7 @@ class PoolLookups:
         return frozenset(pool.name for pool in self._canary)
 
     def set_canary(self, pools: Iterable[PoolSection]) -> None:
-        """Set the targets that resolve to canary engines. Without targets, there is no canary."""
+        """Set the pools whose targets resolve to canary engines, or none if there is no canary."""
         self._canary = tuple(pools)
 
     async def answers(self) -> AsyncIterator[PoolAddresses]:

@@ -229,7 +229,8 @@ class Engine:
     def has_numerics(self) -> bool:
         """Whether the engine's numerics can be compared with those of other engines.
 
-        They can if the engine has been ready, and is neither connecting nor gone now.
+        This requires that the engine has been ready at some point, and that it is neither
+        connecting nor gone now.
         """
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
@@ -248,7 +249,7 @@ class Engine:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the engine failed recently, so that its number of requests is capped for now."""
+        """Whether a temporary limit on requests applies because the engine failed recently."""
         return self.breaker.limit is not None
 
     @property
@@ -334,7 +335,7 @@ class Engine:
         return round(self._credit.prefill_pairs(self._reported_backlog))
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Return the prefill work queued ahead of a new prompt, in units of one query-key pair.
+        """Return the prefill work queued ahead of a new prompt, measured in query-key pairs.
 
         For prompts from other routers, only the total number of tokens is known. Their attention
         cost is therefore not included.
@@ -343,7 +344,7 @@ class Engine:
 
     @property
     def standing(self) -> EngineState:
-        """Whether the engine can be used now, may recover soon, or must be ignored.
+        """How usable the engine is: usable now, possibly recovering soon, or unusable.
 
         An engine that fell silent only recently counts as recovering.
         """
@@ -444,7 +445,7 @@ class Engine:
         return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Return the totals of uncharged reservations, of the caller `holder` and of all callers.
+        """Return the totals of uncharged reservations for the caller `holder` and for all callers.
 
         A reservation counts only until the engine's reports include its request.
         """
@@ -458,8 +459,8 @@ class Engine:
         Args:
             size: bytes to reserve.
             tokens: number of prompt tokens.
-            step_limit_s: longest duration of a decoding step, in seconds, with which the request
-                still meets its deadline.
+            step_limit_s: longest decoding step, in seconds, that still lets the request meet its
+                deadline.
             holder: the caller for whom the memory is reserved without charge. Empty if a tenant is
                 charged or if this router sends the request.
         """

@@ -154,21 +154,22 @@ class Engines:
         return self._engines.get(key)
 
     def last(self, pool: str) -> Engine | None:
-        """Return a current engine of the pool, or its last engine if it currently has none.
+        """Return one of the pool's engines, or the last one that was removed if none remain.
 
-        The result is None if no engine of the pool is known.
+        Engines that have not described their model are ignored. The result is None if no engine of
+        the pool is known.
         """
         return next((e for e in self._known() if e.pool == pool and e.model), None)
 
     def _known(self) -> list[Engine]:
-        """Return all current engines, plus the last engine of each pool that currently has none."""
+        """Return all current engines, plus the last removed engine of each pool without engines."""
         present = {engine.pool for engine in self._engines.values() if engine.model}
         return self.all() + [e for pool, e in self._last.items() if pool not in present]
 
     def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
         """Discover canary engines at the DNS targets of the given pools.
 
-        Without pools, there is no canary.
+        If no pools are given, there is no canary.
         """
         names = {pool.name for pool in self._pools}
         for pool in pools:
@@ -353,7 +354,7 @@ class Engines:
 
     @property
     def roster(self) -> Roster:
-        """The index of engines by their current state, rebuilt when outdated."""
+        """The index of engines by current state. It is rebuilt if it is out of date."""
         now = time.monotonic()
         if self._roster is None or now > self._roster.until:
             self._roster = Roster(sorted(self._engines.values(), key=self._place), now)
@@ -525,7 +526,7 @@ class Engines:
         return self._lost[side] + sum(present)
 
     def workers_lost_before(self, side: Side) -> int:
-        """Return the part of `workers_lost` that comes from engines that are gone or draining."""
+        """Return how many of the `workers_lost` exits were on engines now gone or draining."""
         ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
         return self._lost[side] + sum(e.order.workers_lost for e in ending)
 

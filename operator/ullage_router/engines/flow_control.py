@@ -46,14 +46,18 @@ class FlowControl:
 
     @property
     def together(self) -> int:
-        """Maximum tokens per response, chosen so that a short answer fits in the window."""
+        """Maximum number of tokens to combine into one response.
+
+        It is lowered if the window is small, so that all responses of a short answer fit in the
+        window.
+        """
         return min(self.coalesce_tokens, max(1, self.window // SHORT_ANSWER))
 
     @property
     def responses(self) -> int:
-        """The window, converted from tokens to responses.
+        """Maximum number of responses by which the engine may be ahead of the reader.
 
-        Each response may carry several tokens.
+        This is the window converted from tokens to responses, which may carry several tokens each.
         """
         return max(1, self.window // self.together)
 

@@ -104,12 +104,12 @@ class Multiplexer:
         return self._stream is not None
 
     def start(self) -> None:
-        """Start opening the stream, which succeeds once the engine can be reached."""
+        """Start the background task that opens the stream as soon as the engine can be reached."""
         if self._task is None:
             self._task = asyncio.create_task(self._keep(), name=f"multiplex {self._address}")
 
     def retire(self) -> None:
-        """Accept no new calls, and end the stream once the last running call has finished."""
+        """Stop accepting calls, and end the stream once the last running call has finished."""
         self._is_retired = True
         if self._stream:
             self._stream.retire()

@@ -41,7 +41,7 @@ class DrawGroup(Generic[T]):
     """Each idle engine's index in the list `idle`."""
 
     def set_idle(self, engine: T, is_idle: bool) -> None:
-        """Add an engine to the list `idle`, or remove it, in constant time."""
+        """Add an engine to the `idle` list or remove it from the list, in constant time."""
         place = self.places.pop(engine, None)
         if is_idle:
             self.places[engine] = len(self.idle) if place is None else place
@@ -56,8 +56,8 @@ class DrawGroup(Generic[T]):
     def draw(self, number: int) -> list[T]:
         """Sample at most MAX_DRAWN engines, from the idle engines if there are any.
 
-        Decisions prefer engines near the start of the result, so every engine is equally likely to
-        come first.
+        Decisions prefer engines near the start of the result. The order is therefore varied, so
+        that every engine is equally likely to come first.
 
         Args:
             number: the random number that determines the sample.

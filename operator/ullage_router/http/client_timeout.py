@@ -1,4 +1,4 @@
-"""The time limit that an HTTP client sets for its own request, as a gRPC client sets a deadline."""
+"""Reads the time limit that an HTTP client sets for its request, like the deadline in gRPC."""
 
 from collections.abc import Mapping
 

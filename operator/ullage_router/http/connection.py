@@ -478,10 +478,10 @@ class HTTPConnection(HttpToolsProtocol):
             self._enter(Phase.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header of the request head, but drop trailers, which follow the last body chunk.
+        """Store a request header, and ignore trailers, which follow the last chunk of a body.
 
-        Trailers are dropped because neither this server nor a proxy checks them as it checks
-        headers. One header beyond the limit is kept, so that the head is refused later.
+        Trailers are ignored because neither this server nor a proxy checks them as it checks
+        headers. One header beyond the limit is stored, so that the head is refused later.
         """
         self._num_events += 1
         if self._phase is Phase.HEAD and len(self.headers) <= self._limits.max_headers:
@@ -612,7 +612,7 @@ class HTTPConnection(HttpToolsProtocol):
 def _tune(sock: socket.socket) -> None:
     """Set socket options so that tokens are sent immediately and the kernel buffers little data.
 
-    Other unsent bytes stay in this process, which can then limit their number.
+    The remaining unsent bytes stay in this process, which can limit how many accumulate.
     """
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

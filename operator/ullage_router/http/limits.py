@@ -68,7 +68,10 @@ class BodyRoom:
     """Number of bytes that are currently reserved for each tenant's bodies."""
 
     def take(self, size: int, tenant: str) -> bool:
-        """Reserve `size` bytes if the tenant may have them. Return True if they were reserved."""
+        """Reserve `size` bytes if they fit in the budget and in the tenant's limit.
+
+        Return whether the bytes were reserved.
+        """
         of_tenant = self._of_tenants.get(tenant, 0) + size
         if self.taken + size > self.limit or (tenant and of_tenant > self.limit // 2):
             return False

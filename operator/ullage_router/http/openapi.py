@@ -318,7 +318,7 @@ class Schemas:
         return schema
 
     def _complete(self, name: str) -> None:
-        """Correct the schemas of a structure's fields whose Python types are too imprecise.
+        """Replace the schemas of those fields of a structure whose Python types are imprecise.
 
         These are the fields that are decoded later and the unsupported fields.
         """

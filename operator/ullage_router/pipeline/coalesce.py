@@ -165,8 +165,8 @@ class SharedGeneration:
     def is_joinable(self) -> bool:
         """Return whether a new request may join the generation.
 
-        The request must still be able to get the complete answer, and about as early as if it
-        started a generation of its own.
+        The request must still be able to get the complete answer, and must get it about as soon as
+        if it had started its own generation.
         """
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None

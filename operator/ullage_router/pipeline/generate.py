@@ -392,7 +392,10 @@ class _OnEngine:
             self._note_ending(event.finished)
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
-        """Report the outcome to the circuit breaker, unless the answer reached its time limit."""
+        """Report to the circuit breaker whether the engine completed the answer or stalled.
+
+        Nothing is reported if the answer reached its total time limit.
+        """
         engine = self._reservation.engine
         credit = self._reservation.credit
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:

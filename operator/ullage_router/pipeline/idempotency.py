@@ -71,7 +71,9 @@ class IdempotencyKeys:
         return self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Return the answer to the first request with the call's key, or run the call if it is new.
+        """Return the answer to the first request with the call's key, which may be this call.
+
+        `proceed` runs the call if it has no key, or if no earlier answer with its key is available.
 
         Raises:
             ServiceError: the key is too long, was used with a different request, or `proceed`

@@ -125,7 +125,10 @@ class RequestStages:
         return await self._optional.cascade.run(call, self._on_own_engines)
 
     async def _on_own_engines(self, call: Call) -> ResponseStream:
-        """Choose a side of the rollout, stable or canary, and render the prompt for its model."""
+        """Answer the request on this service's own engines.
+
+        This chooses a side of the rollout (stable or canary) and renders the prompt for its model.
+        """
         scale_to_zero = self._optional.scale_to_zero
         rollout = self._optional.rollout
         if scale_to_zero:

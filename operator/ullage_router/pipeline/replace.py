@@ -79,7 +79,7 @@ class _Holder:
         self._is_waiting = False
 
     async def end(self) -> None:
-        """Cancel the request, and wait for up to `MAX_WAIT_S` seconds until it has ended.
+        """Cancel the request, and wait up to `MAX_WAIT_S` seconds for it to end.
 
         The engine stops generating immediately. The request also ends immediately if its task is
         waiting for the answer. Otherwise, for example while a slow client is reading, the request

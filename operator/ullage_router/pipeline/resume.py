@@ -1,7 +1,7 @@
 """Resumes answers on another engine when the engine that generates them is lost.
 
 The other engine continues from the tokens received so far, so the client notices only a pause. If
-no engine is available, the answer waits for one, for up to the time limit between two tokens.
+no engine is available, the answer waits for one until the time limit between two tokens expires.
 """
 
 import asyncio
@@ -249,7 +249,10 @@ class Takeover:
 
 
 class _SuspectThere(Exception):
-    """Raised if an engine is already running another request that may have crashed engines."""
+    """Raised if the chosen engine is already running another suspect.
+
+    A suspect is a request that may have crashed engines.
+    """
 
 
 class _EngineLost(Exception):

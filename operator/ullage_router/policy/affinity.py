@@ -101,8 +101,8 @@ class Table:
     """An LRU table that maps each tenant's keys to engines.
 
     Args:
-        size: maximum number of entries. Beyond it, a tenant with more than an equal share loses its
-            least recently used entry.
+        size: maximum number of entries. When it is exceeded, the least recently used entry of a
+            tenant with more than an equal share is evicted.
     """
 
     def __init__(self, size: int) -> None:

@@ -1,7 +1,7 @@
-"""Balances prefill work over the engines of a pool.
+"""Balances prefill work across the engines of a pool.
 
 Causal attention over a prompt of N tokens computes N * (N + 1) / 2 query-key pairs. For each token,
-the rest of a layer costs as much as `mlp_products` query-key pairs. The work, in units of one pair,
+the rest of a layer costs as much as `mlp_products` query-key pairs. The work, measured in pairs,
 is:
 
     work(N) = N * (N + 1) / 2 + mlp_products * N
@@ -22,7 +22,7 @@ def pairs(tokens: int) -> int:
 
 
 def work(tokens: int, mlp_products: int) -> int:
-    """Return the work of prefilling a prompt, in units of one query-key pair."""
+    """Return the work of prefilling a prompt, measured in query-key pairs."""
     return pairs(tokens) + mlp_products * tokens
 
 

@@ -174,7 +174,7 @@ def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
 
 
 def difficulty(features: Features, policy: HeuristicsSection) -> int:
-    """Return the number of signs that a prompt is hard, such as its length or code in it.
+    """Return the number of signs that a prompt is hard, such as its length or the presence of code.
 
     For each sign, the request starts one model further up the cascade.
     """

@@ -63,7 +63,7 @@ class CircuitBreaker:
 
     @property
     def failures(self) -> int:
-        """Number of consecutive failures, at most the number that opens the breaker."""
+        """Number of consecutive failures, capped at the number that opens the breaker."""
         return self._failures
 
     @property
@@ -126,8 +126,8 @@ class CircuitBreaker:
     def on_failure(self, request: object, now: float) -> bool:
         """Count a failure of the engine, and return whether it opened the breaker.
 
-        While the breaker is open or half-open, only the probe's failure opens it again. If the
-        request was sent while the limit was in force, its failure resets the limit to 1.
+        A breaker that is already open or half-open is opened again only if the probe fails. The
+        failure of a request that was sent while the limit was in force resets the limit to 1.
         """
         if self._counts(request):
             self._outcomes.append(True)

@@ -46,7 +46,7 @@ class Credit:
 
 @dataclass(slots=True)
 class PromptSums:
-    """Total tokens and query-key pairs of the prompts that are not prefilled yet."""
+    """Total numbers of tokens and query-key pairs in prompts that are not prefilled yet."""
 
     tokens: int = 0
     pairs: int = 0
@@ -158,7 +158,7 @@ class CreditBook:
 
     @property
     def step_limit_s(self) -> float:
-        """Longest engine step, in seconds, that keeps all in-flight requests on time."""
+        """Longest engine step, in seconds, at which all in-flight requests meet their deadlines."""
         limits = self._step_limits
         while limits and not self._is_in_flight(limits[0][2]):
             heapq.heappop(limits)
@@ -206,7 +206,7 @@ class CreditBook:
             (self._unsure if credit in self._open else self._sure).remove(credit.tokens)
 
     def on_report(self) -> None:
-        """Record a report, and mark the requests that it is certain to include as counted."""
+        """Record a report, and mark as counted all requests that it is certain to include."""
         self._reports += 1
         while self._accepted and self._reports >= (self._accepted[0].counted_from or 0):
             credit = self._accepted.popleft()

@@ -108,9 +108,10 @@ def decide_among(
 
 
 def passes(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> bool:
-    """Return whether a request that waits behind other requests may run now.
+    """Return whether a queued request may overtake the requests ahead of it and run now.
 
-    This check is much cheaper than `decide`, which also finds an alternative if it may not run.
+    This check is much cheaper than `decide`, which also finds an alternative for a request that may
+    not run.
     """
     able = _able(facts, engines)
     return bool(able) and _ladder(facts, able, policy).runs_before_waiting()
@@ -333,9 +334,9 @@ class _LadderRun:
         return self._run(engine, max_tokens, reason, self._choices(engine, max_tokens))
 
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
-        """Return the request's KV bytes on each engine that the prefill window may move it to.
+        """Return the request's KV bytes on each engine to which the prefill window may move it.
 
-        The prefill window rebalances prompts over the engines. The result is empty if the prompt
+        The prefill window rebalances prompts across engines. The result is empty if the prompt
         will be computed soon or is cached, because moving it would gain nothing. It is also empty
         if other requests are waiting for the chosen engine.
         """
@@ -439,7 +440,7 @@ class _LadderRun:
         return is_on_time(engine, facts.prompt_tokens, self._expected_output(engine), facts.limits)
 
     def _shortage_reason(self) -> str:
-        """Return DEADLINE if no engine at home is fast enough now, otherwise KV_HEADROOM."""
+        """Return DEADLINE if no usable home engine is fast enough now, otherwise KV_HEADROOM."""
         is_late = not any(self._is_in_time(e) for e in self._usable(self.home))
         return "DEADLINE" if is_late else "KV_HEADROOM"
 
@@ -471,10 +472,10 @@ class _LadderRun:
         )
 
     def _retry_after(self, engines: Sequence[EngineView], needed: int) -> int:
-        """Return Retry-After in whole seconds.
+        """Return the Retry-After of a refused request, in whole seconds.
 
-        By then, memory is predicted to be free, the time limits can be met, and clients that were
-        refused earlier have had their turn.
+        After this time, memory is predicted to be free, the time limits can be met, and clients
+        that were refused earlier have had their turn.
         """
         facts = self.facts
         ahead = facts.ahead.get(self.home, 0)

@@ -96,7 +96,7 @@ class DeferralBook:
 
 
 class Deferrals(NamedTuple):
-    """One request's view of earlier refusals, which is used only if it is refused as well."""
+    """One request's view of earlier refusals, which matters only if it is refused as well."""
 
     book: DeferralBook
     now: float = 0.0

@@ -115,13 +115,13 @@ class EngineView(msgspec.Struct, frozen=True):
     def most_bytes(self, *, has_session: bool) -> int:
         """Return the maximum number of KV bytes that one request may use.
 
-        If the request has a session, the limit per session also applies, if there is one.
+        If the request belongs to a session, the per-session limit (if any) also applies.
         """
         limit = self.profile.session_kv_bytes if has_session else 0
         return min(self.capacity, limit) if limit else self.capacity
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Return the prefill work queued ahead of a new prompt, in units of one query-key pair."""
+        """Return the prefill work queued ahead of a new prompt, measured in query-key pairs."""
         return self.prefill_pairs + mlp_products * self.backlog_tokens
 
     @property

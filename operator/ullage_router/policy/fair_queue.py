@@ -216,7 +216,7 @@ class FairQueue:
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
     def claim(self, entry: FairEntry) -> tuple[float, int]:
-        """Return the sort key that decides between the first requests of different priorities.
+        """Return a sort key for choosing between the first requests of different priorities.
 
         The request with the largest key is served first.
         """

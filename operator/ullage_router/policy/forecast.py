@@ -147,11 +147,11 @@ def turn_s(
 def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:
     """Yield future times at which the engine could take the request, with its load at each time.
 
-    At these times, the engine has enough memory and a free place in its batch. Each item is a pair:
-    seconds from now, and the load including this request. Releases are probed in growing strides,
-    so that a long list of them costs little. The last probe is at the end of the known releases, or
-    later if more releases are needed than are known. In that case, requests are assumed to keep
-    ending at the same rate.
+    At these times, the engine has enough memory and a free place in its batch. Each item is a pair
+    of the seconds from now and the load including this request. Releases are probed at increasing
+    intervals, so that a long list is cheap to search. The last probe is at the time of the last
+    known release. If more releases are needed than are known, it is later, on the assumption that
+    requests keep ending at the same rate.
     """
     releases = engine.releases
     available = engine.available

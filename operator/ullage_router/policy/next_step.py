@@ -36,8 +36,8 @@ class Run(msgspec.Struct, frozen=True):
 class ShrinkContext(msgspec.Struct, frozen=True):
     """Drop turns until the prompt has at most `prompt_tokens` tokens, then decide again.
 
-    If the reason is CONTEXT_TOO_LONG, dropping turns helps even if the prompt still has more than
-    `prompt_tokens` tokens afterwards.
+    If the reason is CONTEXT_TOO_LONG, the shortened prompt is used even if it still has more than
+    `prompt_tokens` tokens.
     """
 
     reason: str

@@ -38,7 +38,7 @@ class TokenBucket(msgspec.Struct, frozen=True):
         return TokenBucket(capacity, capacity, now)
 
     def refilled(self, now: float) -> "TokenBucket":
-        """Return the bucket's state at a later time."""
+        """Return the bucket after refilling it up to time `now`."""
         gained = max(0.0, now - self.at) * self.capacity / MINUTE_S
         return replace(self, level=min(self.capacity, self.level + gained), at=max(now, self.at))
 
@@ -110,7 +110,7 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(entered, requests=self.requests.take(count, now))
 
     def enter_paid(self, count: int = 1) -> "Quota | Shortage":
-        """Like `enter`, but without counting the requests against the rate limit."""
+        """Admit requests like `enter`, but without counting them against the rate limit."""
         if self.concurrency is not None and self.active + count > self.concurrency:
             return Shortage("concurrency", self.concurrency, None)
         return replace(self, active=self.active + count)
@@ -127,14 +127,14 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(self, tokens=self.tokens.take(tokens, now))
 
     def give_back(self, count: int, now: float) -> "Quota":
-        """Return the quota after a refund of the rate limit.
+        """Return the quota after crediting requests back to the rate limit.
 
-        The refund is for requests that were admitted but then refused.
+        This is for requests that were admitted but then refused.
         """
         return self.count(-count, now)
 
     def count(self, count: int, now: float) -> "Quota":
-        """Return the quota after counting requests against the rate limit, even beyond it."""
+        """Return the quota after charging requests to the rate limit, even if they exceed it."""
         return replace(self, requests=self.requests and self.requests.take(count, now))
 
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":

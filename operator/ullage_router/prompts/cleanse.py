@@ -152,7 +152,10 @@ def _without(text: str, start: int, end: int, hidden: Sequence[Span]) -> str:
 
 
 def _code_ranges(text: str, hidden: Sequence[Span]) -> list[Span]:
-    """Find code as if the text had no invisible characters, and return its spans in the text."""
+    """Return the spans of code in a text, ignoring the invisible characters in `hidden`.
+
+    The spans are positions in the original text, which includes the invisible characters.
+    """
     if not hidden:
         return find_code(text, _BREAK)
     starts = []

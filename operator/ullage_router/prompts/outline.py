@@ -98,7 +98,10 @@ class Outline:
         return [self._turn(turn, place) for place, turn in enumerate(turns)]
 
     def written(self, prompt: str) -> Iterator[Stretch]:
-        """Yield each stretch whose placeholder is unchanged in the rendered outline, only once."""
+        """Yield each stretch whose placeholder appears unchanged in the rendered outline.
+
+        A stretch is yielded only once, even if its placeholder appears several times.
+        """
         places = set[int]()
         for match in re.finditer(f"Pq{self._nonce}n(\\d+)z", prompt):
             place = int(match[1])
@@ -164,7 +167,9 @@ class Outline:
 def written(
     model: Model, turns: Sequence[Turn], use: ToolUse, arguments: Mapping[str, Any], size: int
 ) -> list[Stretch]:
-    """Return long stretches of text that the template is certain to write. Some may be missing.
+    """Return long stretches of text that the template will definitely write.
+
+    The list may be incomplete.
 
     Args:
         size: number of characters of the conversation.
@@ -181,7 +186,7 @@ def written(
 
 
 def are_more(model: Model, texts: Iterable[str], most: int) -> bool:
-    """Return whether the texts are certain to have more than `most` tokens in total.
+    """Return True if the texts definitely have more than `most` tokens in total.
 
     Raises:
         PromptError: one of the texts cannot be tokenised.

@@ -260,7 +260,7 @@ class PromptBuilder:
         return tuple(cleansed), (f"cleansed_chars={saved}",) if saved else ()
 
     def _check_whole(self, size: int, field: str = "messages") -> None:
-        """Refuse an input that is many times the context length and would take long to tokenise.
+        """Refuse an input that is many times longer than the context and would be slow to tokenise.
 
         Each turn counts as TURN_CHARACTERS extra characters, since shortening many turns is slow.
         """

@@ -95,8 +95,8 @@ def _fewest_dropped(
 def _cuts(turns: Sequence[Turn], places: Sequence[int]) -> list[int]:
     """Return the possible numbers of turns to drop, in ascending order.
 
-    After each number of dropped turns, the next turn is a user turn, so that the remaining
-    conversation begins with one. The last number is an exception: it drops all droppable turns.
+    Each number is chosen so that the first remaining turn is a user turn. The last number is an
+    exception: it drops all droppable turns.
     """
     begins = [n for n in range(1, len(places)) if turns[places[n]]["role"] == "user"]
     return [*begins, len(places)]

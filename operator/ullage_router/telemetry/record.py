@@ -94,7 +94,7 @@ class RequestRecord:
     ended: float | None = None
 
     def note(self, event: str, seconds: float = 0.0, **fields: object) -> None:
-        """Add a step or an event to the timeline, with the current time as its end.
+        """Add an event, or a step that ends at the current time, to the timeline.
 
         Args:
             seconds: duration of the step.

@@ -41,7 +41,11 @@ class Account:
         return None
 
     def as_json(self, now: float) -> dict[str, object]:
-        """Return the account for /stats at time `now`, which is on the monotonic clock."""
+        """Return the account for /stats.
+
+        Args:
+            now: current time on the monotonic clock, in seconds.
+        """
         quota = self.quota
         remaining = {
             name: bucket and math.floor(bucket.refilled(now).level)

@@ -149,7 +149,7 @@ class TenantSession:
 
         Args:
             prompt_tokens: prompt tokens per request.
-            output_tokens: expected output tokens per request, over all of its answers.
+            output_tokens: expected output tokens per request, summed over all its answers.
 
         Raises:
             ServiceError: INVALID_ARGUMENT if the prompt alone exceeds the limit on tokens per

@@ -101,9 +101,9 @@ class PickBatch:
                 group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
-        """Return the maximum number of `count` identical requests to place with one decision.
+        """Return how many of `count` identical requests to place, at most, with one decision.
 
-        Placing them in several groups spreads the requests across the engines.
+        Placing the requests in several groups spreads them across the engines.
         """
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())

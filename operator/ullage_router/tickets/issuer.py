@@ -443,9 +443,10 @@ class TicketIssuer:
         return decision, count
 
     def _room(self, unpaid: Unpaid | None) -> Room | None:
-        """Return a function that computes how many more requests an engine may take for free.
+        """Return a function that limits a non-paying caller's requests on an engine.
 
-        Return None if the caller pays.
+        The function computes how many more of these requests the engine may take. Return None if
+        the caller pays.
         """
         if unpaid is None:
             return None

@@ -372,7 +372,10 @@ def _name(index: int, count: int) -> str:
 
 
 def _name_field(error: ServiceError, name: str) -> None:
-    """If an error is about the prompt, replace the field name in it with the name of the input."""
+    """Replace the field name in an error about the prompt with the name of the input.
+
+    Other errors remain unchanged.
+    """
     if error.metadata.get("field") in ("prompt", "input"):
         error.metadata["field"] = name
         if error.message.startswith("prompt "):

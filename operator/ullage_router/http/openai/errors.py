@@ -71,7 +71,11 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
 
 
 def error_headers(error: ServiceError) -> Headers:
-    """Return `retry-after` if a retry helps, or `x-should-retry: false` if a retry does harm."""
+    """Return the headers that tell the client how to react to an error.
+
+    These are `retry-after` if a retry may help, `x-should-retry: false` if a retry would do harm,
+    and `www-authenticate` if the API key is invalid.
+    """
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:

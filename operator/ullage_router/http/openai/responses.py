@@ -38,7 +38,10 @@ _FINISH = {
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """The fields that a response has in addition to its text."""
+    """Settings that determine which fields a response has in addition to its text.
+
+    They also include the values of some of these fields.
+    """
 
     id: str
     model: str

@@ -19,7 +19,7 @@ class Chunks:
 
     Args:
         form: The format, which converts an event to chunks.
-        options: The fields that chunks have in addition to text.
+        options: Settings that determine which fields the chunks have in addition to text.
     """
 
     def __init__(self, form: Format, options: ResponseOptions) -> None:

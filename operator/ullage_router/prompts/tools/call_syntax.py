@@ -102,8 +102,8 @@ def _text(arguments: dict[str, Any]) -> str:
     """Return arguments as JSON text.
 
     Raises:
-        TypeError: a value has no JSON form, such as a set.
-        ValueError: a value has no JSON form, such as NaN, or no UTF-8 encoding, such as a
+        TypeError: a value cannot be represented in JSON, such as a set.
+        ValueError: a value cannot be represented in JSON, such as NaN, or in UTF-8, such as a
             surrogate.
     """
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)

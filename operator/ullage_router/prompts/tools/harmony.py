@@ -81,7 +81,10 @@ class HarmonyReader:
         return True
 
     def _opened(self, header: str, pieces: list[Piece]) -> MakePiece:
-        """Return the type of the body's pieces, and start a call if the header names a tool."""
+        """Return the type of piece to make from the body that follows a header.
+
+        If the header names a known function, also append the start of a call to `pieces`.
+        """
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
         if recipient and recipient[1] in self._names:
@@ -105,7 +108,7 @@ class HarmonyReader:
 
 
 def _may_be_header(text: str) -> bool:
-    """Return whether a text starts like a header, or could once more text arrives."""
+    """Return whether a text starts like a header, or may do so as more text arrives."""
     if _ROLE.startswith(text):
         return True
     rest = text.removeprefix(_ROLE)
