@@ -107,7 +107,7 @@ def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield problems with memory sizes that exceed any machine or are too small for an engine.
+    """Yield problems with memory sizes that no machine has or that are too small for an engine.
 
     Args:
         spec: the spec as written.

@@ -1,7 +1,7 @@
 """The exceptions that the operator raises.
 
 OperatorError
-├── Permanent             a retry fails again until somebody changes something
+├── Permanent             every retry fails until someone fixes the cause
 │   ├── InvalidManifest   an LLMService that the API would reject, with every problem
 │   ├── LocalFailure      a local run that cannot continue
 │   └── ClusterRefused    the API server rejects a request as invalid
@@ -23,7 +23,7 @@ class OperatorError(Exception):
 
 
 class Permanent(OperatorError):
-    """An error that persists on every retry until somebody changes something."""
+    """An error that recurs on every retry until someone fixes its cause."""
 
 
 class Temporary(OperatorError):

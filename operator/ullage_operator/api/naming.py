@@ -115,7 +115,7 @@ def pool_name(service: str, pool: str) -> str:
 
 
 def canary_pool(pool: str) -> str:
-    """Return the pool name that a pool's canary uses in object names and labels.
+    """Return the pool name that identifies a pool's canary in object names and labels.
 
     The name is unambiguous because no pool has a dash in its name or is called `next`. Otherwise
     pool `next` of service `chat-single` would share object names with the canary of pool `single`
@@ -125,8 +125,9 @@ def canary_pool(pool: str) -> str:
 
 
 def group_pool(pool: str) -> str:
-    """Return the pool name that followers of a pool or canary use in object names and labels.
+    """Return the pool name under which the followers of a pool or canary are grouped.
 
+    The name is used in object names and labels.
     Followers discover their leaders through a Service of this name. The NetworkPolicy between
     leaders and followers also has this name.
     """
@@ -222,7 +223,7 @@ ROUTER_SCALER = "HorizontalPodAutoscaler"
 
 
 class Kind(NamedTuple):
-    """A kind of Kubernetes object, and which objects of that kind the operator watches."""
+    """A kind of Kubernetes object, with a selector for the objects that the operator watches."""
 
     api_version: str
     name: str

@@ -149,7 +149,7 @@ def _with_room_for_adapters(spec: Spec) -> Spec:
 
 
 def in_api_names(text: str) -> str:
-    """Replace field names of configuration files in a message with the API's field names.
+    """Replace configuration-file field names in a message with the API's field names.
 
     vLLM arguments and quoted text keep their names, because users wrote them.
     """

@@ -257,7 +257,7 @@ def upgraded(
 
 
 class _Items(dict[str, Any]):
-    """List items from managedFields, keyed by index, or by merge key if the index is unknown."""
+    """A list from managedFields as a dict, keyed by index, or by merge key if it is unknown."""
 
 
 def _sections(

@@ -80,7 +80,10 @@ def complete(schema: Schema, manifest: Any) -> tuple[dict[str, Any], list[Proble
 
 
 def problems_of(schema: Schema, stored: Any) -> list[Problem]:
-    """Return the violations of the schema and its CEL rules in a manifest with defaults."""
+    """Return a manifest's violations of the schema or, if there are none, of its CEL rules.
+
+    The defaults of the manifest must already be filled in.
+    """
     broken = [*structure(schema, stored)]
     # Rules may read any field, so they only hold for values that the structure allows.
     return broken or [*rules(schema, stored, "")]

@@ -56,7 +56,7 @@ def section_reader(section: type[Strict]) -> Reader:
 
 
 def _reader(kind: inspect.Type) -> Reader | None:
-    """Return the function that converts API values for `kind`, or None if none is needed."""
+    """Return a function that converts API values to type `kind`, or None if none is needed."""
     match kind:
         case inspect.Metadata(extra={"unit": unit}):
             return partial(_read_quantity, _UNITS[unit])

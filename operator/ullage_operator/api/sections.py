@@ -95,7 +95,10 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
-    """The remote KV tier: KV of the pool's other engines, which are found via its Service."""
+    """Settings for the remote KV tier, which uses KV blocks in the pool's other engines.
+
+    The engines are found through the pool's Service.
+    """
 
     deadline: Seconds
     copy: bool
@@ -121,7 +124,7 @@ class TiersSpec(HostedTiers, frozen=True, kw_only=True):
 
 
 class MemorySpec(MemoryLimits, frozen=True, kw_only=True):
-    """The `memory` section of the engines' configuration, extended by the KV tiers of the spec."""
+    """The `memory` section of the engine configuration, plus the KV tiers from the spec."""
 
     tiers: TiersSpec
 

@@ -1,4 +1,4 @@
-"""Immutable values of an LLMService, with bytes and seconds instead of quantities and durations.
+"""Immutable types for an LLMService, with bytes and seconds instead of quantities and durations.
 
 This module sets no defaults, because every default comes from the CRD
 (`ullage_operator.api.schema`).
@@ -47,7 +47,10 @@ from ullage_operator.api.sections import (
 
 
 class S3Spec(Strict, frozen=True, kw_only=True):
-    """The object store of `s3://` sources. The default is AWS S3 with the pod's identity."""
+    """Settings for the object store that serves `s3://` sources.
+
+    By default, this is AWS S3, which is accessed with the pod's identity.
+    """
 
     endpoint: str | None = None
     region: str | None = None
@@ -72,10 +75,11 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
             split(self.address)
 
     def name(self, service: str) -> str:
-        """Return the step's name in headers, metrics and logs.
+        """Return the name that identifies this cascade step in headers, metrics and logs.
 
         Args:
-            service: the name of the service that has the cascade.
+            service: the name of the service that defines the cascade. It names the step that runs
+                on the service's own engines.
         """
         return self.service or self.address or service
 

@@ -18,7 +18,7 @@ _LONGEST = 512
 
 
 def adapters_status(names: Iterable[str], reports: Reports) -> list[dict[str, Any]]:
-    """Return status.adapters: for each requested adapter, its number of engines and its errors."""
+    """Return status.adapters, which lists each requested adapter's engine count and errors."""
     return [_status(name, reports) for name in names]
 
 

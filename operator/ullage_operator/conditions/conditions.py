@@ -113,8 +113,9 @@ def service_conditions(
         pools: the pools' StatefulSets.
         troubles: problems of the pods. Problems that block the service come first.
         trying: problems of a canary's pods, which do not block the service.
-        change: the progress of an unfinished rollout, for Progressing.
-        was_progressing: the last status of Progressing (True for a new service).
+        change: the Progressing condition of an unfinished change, or None.
+        was_progressing: whether Progressing was True in the last status (True for a new
+            service).
         is_stopped: whether the service is stopped on purpose, without engines.
     """
     available = STOPPED if is_stopped else available_condition(router, pools)

@@ -56,5 +56,5 @@ def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Conditi
 
 
 def _differing(groups: Iterable[Mapping[str, Fingerprint]]) -> str:
-    """Describe how fingerprints differ within each group (empty if no group has differences)."""
+    """Describe the fingerprint differences within each group (empty if there are none)."""
     return "; ".join(filter(None, (describe(differences(group)) for group in groups)))

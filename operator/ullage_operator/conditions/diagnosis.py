@@ -137,7 +137,10 @@ def _looping(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def _refused(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the problem of an engine or router whose error a restart cannot fix, or None."""
+    """Return a problem if an engine or router failed with an error that a restart cannot fix.
+
+    The result is None for any other pod.
+    """
     if is_ready(pod):
         return None
     for container in container_statuses(pod):
@@ -193,7 +196,7 @@ def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
 
 
 def _last_words(ended: Mapping[str, Any]) -> str:
-    """Return a termination message's last error line, or the message's end if it has none."""
+    """Return the last error line of a termination message, or the message's tail if it has none."""
     message = (ended.get("message") or "").strip()
     errors = [line for line in message.splitlines() if line.startswith("error: ")]
     return str(errors[-1] if errors else message)[-1024:]

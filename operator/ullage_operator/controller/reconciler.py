@@ -207,7 +207,10 @@ class Reconciler:
     async def _leave_to_other(
         self, key: ServiceKey, manifest: Object, turn: ServingTurn
     ) -> tuple[str, float]:
-        """Leave a service to the operator named in its status, and check if that one is alive."""
+        """Stop managing a service that another operator manages, and check if that one is alive.
+
+        The service's status names the other operator.
+        """
         status = manifest.get("status", {})
         holder = holder_of(status)
         self._stop_serving(key)
@@ -234,7 +237,10 @@ class Reconciler:
         return "yielded", ASK_AGAIN_S if turn is ServingTurn.YIELD else ANSWER_S
 
     def _with_challenger(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Return `observed` with the name of any operator that recently queried this one."""
+        """Return `observed` with the name of any other operator that watches the same service.
+
+        That operator has recently sent a liveness query to this one.
+        """
         now_s = time.monotonic()
         if name := challenger_of(observed.status):
             if key not in self._challengers:
@@ -247,7 +253,7 @@ class Reconciler:
         return dataclasses.replace(observed, challenger=question.holder if question else "")
 
     async def _with_canary_samples(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Return `observed` with the routers' request counts if a canary receives requests."""
+        """Return `observed`, with the routers' request counts added while a canary is running."""
         if not is_canary_running(observe_rollout(observed).stored_state):
             return observed
         answers = await self._router_client.canary_samples(key, observed.pods)
@@ -256,7 +262,7 @@ class Reconciler:
         )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
-        """Return `observed` with the pools of silent engines that no router can reach either."""
+        """Return `observed` with the pools whose silent engines no router can reach either."""
         pools = silent_pools(observed.engine_health.values(), service.spec.healing.silent_after)
         if not pools:
             return observed
@@ -276,7 +282,7 @@ class Reconciler:
     async def _with_warnings(
         self, key: ServiceKey, service: Service, observed: Observed
     ) -> Observed:
-        """Return `observed` with the Events about pods that do not start."""
+        """Return `observed` with the Warning Events of pods that fail to start."""
         warnings = {}
         missing_rights = observed.missing_rights
         try:
@@ -361,7 +367,7 @@ class Reconciler:
             yield key, (self._cache.service(key) or {}).get("status", {})
 
     def _with_result(self, manifest: Object, observed: Observed, applied: ApplyResult) -> Observed:
-        """Return `observed` with the write errors and the objects that were just written."""
+        """Return `observed` with the objects and errors that resulted from applying the plan."""
         return dataclasses.replace(
             observed,
             objects=observe(self._cache, manifest).objects,
@@ -380,10 +386,10 @@ class Reconciler:
         return dataclasses.replace(observed, scaling=decisions)
 
     async def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
-        """Return the declared service. It is only reparsed if the service or a base has changed.
+        """Return the parsed service, from the cache unless the service or one of its bases changed.
 
-        A new generation counts as a change. Declared fields that the API server dropped may also
-        change without a new generation.
+        A change is detected by a new generation, or by a difference in which declared fields the
+        API server dropped, because that may change without a new generation.
         """
         names = base_names(manifest.get("spec"))
         present = {name: self._cache.base(key.namespace, name) for name in names}

@@ -30,7 +30,7 @@ class RolloutQueue:
 
     Args:
         max_rollouts: the maximum number of services that may be in a rollout at once.
-        wake: called with a service when it is its turn, possibly several times.
+        wake: called with a service when its turn comes, possibly more than once.
     """
 
     def __init__(self, max_rollouts: int, wake: Callable[[ServiceKey], None]) -> None:
@@ -66,7 +66,7 @@ class RolloutQueue:
         return len(self._rolling - {key}) < self._max_rollouts
 
     def may_yield(self, key: ServiceKey) -> bool:
-        """Return whether a service's next pod would get the resources that its old pods free.
+        """Return whether resources freed by a service's old pods would go to its own next pod.
 
         This is true while no engine of another service is unschedulable. If several edited services
         wait for resources at the same time, the first by name takes precedence.

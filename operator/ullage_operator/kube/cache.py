@@ -87,7 +87,7 @@ class _Collection:
     """Resource versions at which objects have been deleted since the last sweep."""
 
     def is_outdated(self, name: Name, version: int) -> bool:
-        """Return whether the cache already reflects this version, a newer one, or its deletion."""
+        """Return whether the cache already has this version or a newer one, or saw it deleted."""
         if name in self.objects:
             return version <= version_of(self.objects[name])
         if version <= self.deleted.get(name, -1):

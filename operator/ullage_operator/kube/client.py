@@ -61,9 +61,9 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return the seconds for which a process without leader election may still write.
+    """Return the write time limit, in seconds, of a process that runs without leader election.
 
-    The result is the request timeout, so that writes have no stricter limit than other requests.
+    The limit is the request timeout, so writes are limited no more strictly than other requests.
     """
     return _REQUEST_S
 

@@ -80,7 +80,7 @@ class Candidacy:
         return now_s >= self.since_s + lasts_s
 
     def took(self, lease: Mapping[str, Any], begun_s: float, now_s: float) -> "Candidacy":
-        """Return the state after a successful write of the Lease that was started at `begun_s`."""
+        """Return the state after the Lease was written, by a request sent at `begun_s`."""
         record = dict(lease["spec"])
         return replace(self, record=record, since_s=now_s, renewed_s=begun_s)
 

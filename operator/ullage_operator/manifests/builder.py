@@ -101,6 +101,6 @@ def owner_references(service: Service) -> list[Manifest]:
 
 
 def as_asked(section: Strict) -> Manifest:
-    """Convert a section that uses Kubernetes' field names to a manifest, dropping unset fields."""
+    """Convert a section with Kubernetes' own field names to a manifest, omitting unset fields."""
     asked = to_api(section).items()
     return {name: value for name, value in asked if value is not None}

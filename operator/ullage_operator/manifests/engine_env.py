@@ -29,8 +29,8 @@ AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
     """Return the USER variable if the pods' UID may have no account in the image.
 
-    The result is empty otherwise, or if the pod template already sets USER. torch and Triton use
-    the user name in paths.
+    torch and Triton use the user name in paths. The result is empty if the UID has an account or if
+    the pod template already sets USER.
     """
     is_known = service.spec.security_context.run_as_user == USER or not settings.on_kubernetes
     if is_known or "USER" in given_env(pool):
@@ -54,7 +54,7 @@ def given_variables(pool: PoolSpec) -> list[Manifest]:
 
 
 def group_env(pool: PoolSpec) -> list[Manifest]:
-    """Return the environment variables of pods whose engine spans several pods."""
+    """Return the environment variables that only the pods of a multi-pod engine need."""
     if pool.nodes == 1:
         return []
     revision = f"metadata.annotations['{naming.GROUP_REVISION}']"

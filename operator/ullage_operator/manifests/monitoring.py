@@ -152,7 +152,7 @@ def alert_rule(alert: Alert, service: Service, settings: Settings) -> Rule:
 def burn_rates(service: Service) -> list[Rule]:
     """Return the recording rules for burn rates.
 
-    A burn rate of 1 uses up the error budget exactly, and 0 uses none of it.
+    At a burn rate of 1, the error budget is used up exactly. At 0, none of it is used.
     """
     slo = service.spec.slo
     of_routers = routers(service)
@@ -270,7 +270,7 @@ def burn(service: Service, window: str, objectives: str) -> str:
 
 
 def and_several(service: Service, count: int, window: str) -> str:
-    """Return the PromQL condition that requires more than `count` requests within a window."""
+    """Return a PromQL clause that also requires more than `count` requests within the window."""
     requests = f"sum(increase(ullage_router_requests_total{{{routers(service)}}}[{window}]))"
     return f"and on() {requests} > {count}"
 

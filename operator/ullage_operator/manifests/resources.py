@@ -113,7 +113,7 @@ def _kv_folder_bytes(pool: PoolSpec) -> int:
 
 
 def kv_holders(pool: PoolSpec) -> list[dict[str, Any]]:
-    """Return the volume mounts in a pool's pod template that contain its file tier's folder."""
+    """Return the volume mounts of the pod template's engine that contain the file tier's folder."""
     file = pool.memory.tiers.file
     containers = pool.pod_template.get("spec", {}).get("containers")
     return [
@@ -232,9 +232,9 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
 
 def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Amounts:
-    """Fill in missing quantities from defaults, and convert all to the API server's notation.
+    """Fill in missing quantities from defaults, and normalise all as the API server does.
 
-    With this notation, an applied object equals the stored object. A default request is
+    After normalisation, an applied object equals the stored object. A default request is
     skipped if a limit is set, because Kubernetes then uses the limit as the request. A default
     limit is skipped if the request exceeds it, because Kubernetes rejects requests above their
     limits.

@@ -58,7 +58,10 @@ def fetch_objects(service: Service, observed: Observed, settings: Settings) -> l
 
 
 def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) -> dict[str, str]:
-    """Return the pools whose first engines wait for a Job to download the model, and why."""
+    """Return why pools without engines wait for a Job to download the model, by pool.
+
+    A pool that already has a StatefulSet does not wait.
+    """
     if rollout.stable.spec.model.source != service.spec.model.source:
         return {}
 
@@ -105,7 +108,7 @@ def all_engines(
 
 
 def with_stop(item: Manifest) -> Manifest:
-    """Return one of a pool's objects, adding the stop annotation if it is a StatefulSet."""
+    """Return a pool's object. If it is a StatefulSet, add the stop annotation to it."""
     if item["kind"] != "StatefulSet":
         return item
     annotations = item["metadata"].get("annotations", {}) | stop_annotation(True)
@@ -113,7 +116,13 @@ def with_stop(item: Manifest) -> Manifest:
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
-    """Return one of a pool's objects, without the replicas that a canary replaces."""
+    """Return a pool's object. Reduce a StatefulSet's replicas by the pods that a canary replaces.
+
+    Args:
+        item: an object of the pool, of any kind.
+        pool: the pool.
+        places: how many engines of the pool a canary replaces.
+    """
     if not places or item["kind"] != "StatefulSet":
         return item
     missing = places * (pool.nodes - 1) if is_follower(item) else places

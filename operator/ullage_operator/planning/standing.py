@@ -1,11 +1,11 @@
 """Chooses which spec the operator applies: the declared one or the last valid one.
 
 An invalid edit has no effect. The operator reports the invalid fields and keeps scaling, waking and
-healing the service according to the last valid spec. That spec is kept in the ConfigMap that stores
-the state of the rollout, with hashes instead of the values of environment variables.
+healing the service according to the last valid spec. That spec is saved in the ConfigMap that
+stores the state of the rollout, with hashes instead of the values of environment variables.
 
-Services managed by an older operator may have no kept spec. The operator then only changes the
-number of pods, according to those autoscaling fields that it can read.
+Services managed by an older operator may have no saved spec. The operator then only changes the
+number of pods, based on the autoscaling fields that it can read.
 """
 
 import contextlib
@@ -89,7 +89,8 @@ def standing(
 ) -> Standing | None:
     """Return the service with the spec to reconcile, or None if there is none.
 
-    A valid declared spec takes precedence. Otherwise the spec that is already being served is used.
+    A valid declared spec takes precedence. Otherwise, the saved spec is used. If that is unusable,
+    the live pools are only resized.
     """
     if declared.service:
         return Standing(declared.service)
@@ -142,7 +143,7 @@ def dump(spec: Spec) -> str:
 
 
 def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
-    """Return the kept spec, or an empty dict if none was kept.
+    """Return the saved spec, or an empty dict if none was saved.
 
     Fields that were added by a newer CRD get their defaults.
     """
@@ -163,7 +164,7 @@ def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
 def _unsealed(
     kept: Mapping[str, Any], manifest: Mapping[str, Any], observed: Observed
 ) -> dict[str, Any]:
-    """Return a kept spec in which hashes are replaced with the values of environment variables.
+    """Return the saved spec, replacing hashes with the values of environment variables.
 
     Raises:
         KeyError: the value for a hash is in neither the declared spec nor a live workload.
@@ -187,10 +188,10 @@ def _live_pools(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Li
 
 
 def _without_templates(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kept spec without its pod templates, which do not affect the sizes of pools.
+    """Return the saved spec without its pod templates, which do not affect the sizes of pools.
 
     Raises:
-        KeyError: no spec was kept.
+        KeyError: no spec was saved.
     """
     bare: dict[str, Any] = {"podTemplate": {}}
     pools = {name: pool | bare for name, pool in kept["pools"].items()}
@@ -227,8 +228,9 @@ def _salvaged(
 def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, str]:
     """Return a role for each live pool.
 
-    A pool gets its declared role if that role is readable and no other pool has it. All others
-    get the role Overflow, except that at least one pool must be Standard or Large.
+    A pool gets its declared role if that role is readable and no other pool has it. All remaining
+    pools get the role Overflow. If that would leave only Overflow pools, the first one becomes
+    Standard.
     """
     roles: dict[str, str] = {}
     for pool in pools:

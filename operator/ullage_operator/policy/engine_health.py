@@ -132,7 +132,7 @@ def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 @dataclass(frozen=True, slots=True)
 class EngineTarget:
-    """An engine to whose headroom reports the operator subscribes."""
+    """An engine whose headroom reports the operator subscribes to."""
 
     pool: str
     address: str

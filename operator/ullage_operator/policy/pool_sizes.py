@@ -131,7 +131,7 @@ def router_replicas(router: RouterSpec, live: Object | None) -> int:
 
 
 def resized(live: Object, number: int, places: int = 0, is_stopped: bool = False) -> dict[str, Any]:
-    """Return a manifest that only changes the number of pods of a live workload.
+    """Return a live workload's manifest, changing only its number of pods.
 
     Args:
         live: the live workload.

@@ -216,7 +216,7 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
 
 
 def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
-    """Return the seconds until a pod may need a restart, or None if none is foreseeable."""
+    """Return the seconds until a pod may need a restart, or None if no restart is foreseeable."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:
@@ -250,7 +250,7 @@ def _why_spared(
 def _wait(policy: HealingSpec, history: Sequence[datetime], now: datetime) -> tuple[float, str]:
     """Return the seconds until a pool's next restart is allowed, and the reason for the wait.
 
-    If there were no earlier restarts, the result is 0 and an empty reason.
+    If there were no earlier restarts, the wait is 0 and the reason is empty.
     """
     if not history:
         return 0.0, ""

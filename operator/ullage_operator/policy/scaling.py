@@ -46,7 +46,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ReplicasAt:
-    """A suggested number of engines, or a change of the number, and its time."""
+    """A number of engines that was suggested or set, and the time when that happened."""
 
     at: float
     replicas: int
@@ -189,9 +189,9 @@ def is_strained(
 def _with_strain(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
 ) -> ScalingHistory:
-    """Return the history with updated values of `full_since` and `strain`.
+    """Return the history with `full_since` and `strain` updated from the current load.
 
-    `strain` contains the lowered target utilisation.
+    `strain` contains the target utilisation while it is lowered because requests are late.
     """
     if not history.highs:
         history = replace(history, highs=(ReplicasAt(now, current),))

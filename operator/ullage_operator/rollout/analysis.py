@@ -194,7 +194,7 @@ def num_above(counts: Mapping[float, int], limit_s: float) -> int:
 def buckets(counts: Mapping[float, int]) -> Iterable[tuple[float, float, int]]:
     """Yield the lower bound, upper bound and count of each bucket.
 
-    The last bucket has no finite upper bound, so its lower bound is used for both.
+    The last bucket has no finite upper bound, so its lower bound is also used as the upper one.
     """
     low = 0.0
     for end in sorted(counts):

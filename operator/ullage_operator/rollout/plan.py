@@ -121,9 +121,9 @@ def plan_rollout(
 def _held_progress(
     service: Service, observation: RolloutObservation, target: Release
 ) -> RolloutProgress | None:
-    """Return progress that keeps all engines unchanged if required state is lost.
+    """Return progress that freezes all engines if the rollout's state is lost or unreadable.
 
-    If no required state is lost, return None.
+    Return None if the rollout can proceed.
     """
     revision = revision_of(target)
     if not observation.is_state_readable:

@@ -107,9 +107,10 @@ def _security(context: SecurityContext) -> list[int | None]:
 
 
 def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
-    """Return the values of `release` for exactly the fields and pools of `target`.
+    """Return a copy of `target`, with values from `release` wherever `release` has them.
 
-    Fields and pools missing from `release` are new, so they take the values of `target`.
+    Fields and pools missing from `release` are new, so they keep the values of `target`. Those
+    missing from `target` are dropped.
     """
     sections = {
         name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS

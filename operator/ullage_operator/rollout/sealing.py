@@ -46,10 +46,10 @@ def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
 
 
 def sealed_widely(release: Mapping[str, Any]) -> Release:
-    """Return a release, hashing everything in its pools that looks like an environment variable.
+    """Seal a release as older operators did, so that it can be compared with one of theirs.
 
-    Older operators sealed such objects in any list, whatever its name. A release can be compared
-    with one of theirs only if both are sealed in the same way.
+    They hashed the value of everything in the pools that looks like an environment variable, not
+    only of those in lists named `env`.
     """
     return _with_pools(release, lambda pools: _with_maps(pools, _sealed_variable))
 

@@ -259,9 +259,9 @@ def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
 
 
 def _renewal(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> str:
-    """Return the reason, a key in `RENEWALS`, for replacing stable engines after a rollback.
+    """Return why stable engines must be replaced after a rollback, as a key in `RENEWALS`.
 
-    It is empty if they need not be replaced.
+    The result is empty if they need not be replaced.
 
     The stage remains RolledBack. The replacement is complete when all stable engines are ready.
     """

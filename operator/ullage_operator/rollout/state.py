@@ -50,7 +50,7 @@ class RolloutState:
     """Release of the revision that is being tried or has failed, or None if there is none."""
 
     def revision(self, target: Release) -> str:
-        """Return the revision of the release `target`. A release in this state keeps its revision.
+        """Return the revision of `target`, reusing the stored revision if this state contains it.
 
         A revision is a hash of all fields. A newer operator with an additional field would compute
         a different revision for the same release, and would therefore retry a failed release.
@@ -63,7 +63,7 @@ class RolloutState:
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
         """Return a copy of this state with new progress.
 
-        The copy contains the releases of the revisions that the progress names.
+        The copy contains only the releases whose revisions the new progress refers to.
 
         Args:
             progress: the new progress.
