@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status, which is 2 for an error that the user can fix.
 
     Args:
-        arguments: command-line arguments without the program's name (None for those of this
-            process).
+        arguments: command-line arguments without the program's name, or None to use those of
+            this process.
     """
     options = make_parser().parse_args(arguments)
     try:

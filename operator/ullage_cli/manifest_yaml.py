@@ -182,7 +182,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _plain(tag: str, form: re.Pattern[str]) -> re.Pattern[str]:
-    """Exclude base-60 numbers such as 12:30:45 from a tag's pattern for unquoted values."""
+    """Return a tag's pattern for unquoted values, without base-60 numbers such as 12:30:45."""
     if tag not in (_INT, _FLOAT):
         return form
     return re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags)

@@ -141,10 +141,9 @@ def _watch(router: "RouterPages", options: argparse.Namespace) -> None:
 
 
 def _frames(router: "RouterPages", interval_s: float) -> Iterator[tuple[Frame | None, str]]:
-    """Yield a frame and an empty string after each interval.
+    """Yield `(frame, "")` after each interval, or `(None, reason)` if sampling the router failed.
 
-    If the router cannot be sampled, None and the reason are yielded instead. The first sample is
-    taken before the first interval. An error in that sample is raised.
+    The first sample is taken before the first interval. An error in that sample is raised.
     """
     before = router.sample()
     while True:

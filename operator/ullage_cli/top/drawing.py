@@ -31,7 +31,7 @@ LETTERS = "#=+."
 
 
 def make_console() -> Console:
-    """Return a console as wide as the terminal, or PLAIN_WIDTH wide without a terminal."""
+    """Return a console as wide as the terminal, or PLAIN_WIDTH columns wide if there is none."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
@@ -113,7 +113,7 @@ def _engines_table(frame: Frame, with_blocks: bool) -> Table:
 
 
 def bar(engine: EngineRow, cells: str) -> Text:
-    """Draw a KV pool as a bar, with at least one character for every nonzero use of memory."""
+    """Draw a KV pool as a bar, with at least one character for each part that is not empty."""
     sizes = (engine.used_bytes, engine.committed_bytes, engine.reclaimable_bytes)
     text = Text()
     num_free = BAR_CELLS
