@@ -133,7 +133,7 @@ def knee(levels: Sequence[Level], objectives: Objectives) -> Level | None:
 
 
 def engines_for(rate: float, level: Level, num_engines: int) -> int:
-    """Return how many engines are needed for a request rate, at this level's load per engine.
+    """Return how many engines a request rate needs, if each serves as much as it did at `level`.
 
     Args:
         rate: requests per second.

@@ -140,7 +140,11 @@ async def conversations(sender: Sender, clients: float, seconds: float) -> Level
 
 
 async def _pause_after(answer: ChatAnswer, ends_at: float) -> None:
-    """Pause after an incomplete response, for its Retry-After time or else PAUSE_S seconds."""
+    """After an incomplete response, sleep before the client's next request.
+
+    The pause lasts for the response's Retry-After time, or PAUSE_S seconds if it has none. It never
+    extends past `ends_at`.
+    """
     if not answer.is_whole:
         wait_s = answer.retry_after_s or PAUSE_S
         await asyncio.sleep(max(0.0, min(wait_s, ends_at - time.monotonic())))

@@ -89,7 +89,7 @@ class ChatAnswer:
         return str(self.status) if self.status else self.error.partition(" ")[0]
 
     def add_text(self, text: str, index: int = 0) -> None:
-        """Append text that has just arrived to a choice."""
+        """Append newly arrived text to a choice, and update the response's timing."""
         now = time.monotonic()
         if self.last_at is not None:
             self.longest_gap_s = max(self.longest_gap_s, now - self.last_at)
@@ -189,7 +189,7 @@ class OpenAIClient:
     ) -> ChatAnswer:
         """Send a request to a path below /v1, and read the response to its end.
 
-        If the server fails, the method raises nothing, and the answer describes the failure.
+        If the server fails, no exception is raised. The returned answer describes the failure.
         """
         answer = ChatAnswer(time.monotonic())
         try:

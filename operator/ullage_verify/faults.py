@@ -64,9 +64,9 @@ async def _signal(processes: ServerProcesses, number: signal.Signals) -> None:
 
 
 async def _exhaust_memory(processes: ServerProcesses) -> None:
-    """Cap the memory of the server's busiest process, and use it up until the kernel kills it.
+    """Make the kernel OOM-kill the server's busiest process, by capping and using up its memory.
 
-    The cap applies only to that process, so the kernel cannot kill another one of the server's
+    The cap applies only to that process, so the kernel cannot kill any of the server's other
     processes.
 
     Raises:

@@ -80,7 +80,7 @@ class MemoryLimit:
         self._limit.write_text("-1" if self._is_v1 else "max")
 
     def release(self) -> None:
-        """Kill the filling process, lift the limit, and move processes back to their old group."""
+        """Kill the memory hog, lift the limit, and move processes back to their old group."""
         self._end_hog()
         self.lift()
         if self._origin is None:
@@ -124,7 +124,10 @@ class MemoryLimit:
             self._end_hog()
 
     def _end_hog(self) -> None:
-        """Kill the process that fills the group, even if another thread is in `kill_largest`."""
+        """Kill the process that uses up the group's memory, if there is one.
+
+        This works even if another thread is in `kill_largest`.
+        """
         if hog := self._hog:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(hog.pid, 9)

@@ -17,7 +17,7 @@ MARGIN_TOKENS = 32
 
 
 class TargetError(Exception):
-    """Raised if a check is impossible on this server. The message gives the reason and remedy."""
+    """Raised if a check cannot run on this server. The message says why, and how to fix it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Target:
 
 
 async def describe(client: OpenAIClient, model: str = "", context: int = 0) -> Target:
-    """Query a server's models and context size, and measure how many tokens a word has.
+    """Query a server's models and context size, and measure its number of tokens per word.
 
     Args:
         client: client of the server.

@@ -27,7 +27,7 @@ RETRY_S = 0.5
 
 @dataclass
 class Marathon:
-    """The finished streams and the injected faults so far."""
+    """The streams that have finished and the faults that were injected so far."""
 
     expected: Mapping[RequestKind, str]
     """Response text of each kind of request in a run without faults."""

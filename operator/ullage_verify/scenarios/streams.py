@@ -1,4 +1,4 @@
-"""Checks that streams are complete, equal plain responses, and do not slow down other clients."""
+"""Checks that streams are complete, match non-streamed responses, and do not slow other clients."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ ALLOWANCE_S = 0.5
 
 
 async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
-    """Check many streams at once, a plain response, a slow client, and vanishing clients."""
+    """Check many streams at once, a non-streamed response, a slow client and vanishing clients."""
     settings.progress(f"{NUM_STREAMS} streams at once")
     await _many(target, checks)
     settings.progress("a stream beside a plain answer")
@@ -122,7 +122,7 @@ async def _slow_client(target: Target, checks: Checks, alone: ChatAnswer) -> Non
 
 
 async def _vanishing_clients(target: Target, checks: Checks, alone: ChatAnswer) -> None:
-    """Close many streams after their first text, and check that the server ends the requests."""
+    """Disconnect many clients mid-stream, and check that the server ends their requests."""
     name = "requests of vanished clients end"
     speed = TOKENS / max(alone.seconds, 0.001)
     # A request that nobody cancels must run for much longer than it may.
