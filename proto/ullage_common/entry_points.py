@@ -38,7 +38,10 @@ def engine() -> int:
 
 
 def missing_extra(extra: str) -> str | None:
-    """Return an error that names a missing package of an extra, or None if none is missing."""
+    """Return an error message if one of the extra's packages is not installed, or else None.
+
+    The message names the package and the command that installs the extra.
+    """
     missing = next((name for name in OWN_PACKAGES[extra] if find_spec(name) is None), None)
     if missing is None:
         return None

@@ -61,7 +61,7 @@ class Marks:
         return text
 
     def clear_all(self, text: str) -> str:
-        """Replace all marks, including those in `others`, with the original characters."""
+        """Replace both sets of marks (this one and `others`) with the original characters."""
         text = self.clear(text)
         return self.others.clear(text) if self.others else text
 
@@ -325,7 +325,7 @@ def formatted(form: str, values: Any) -> str:
 
 
 def _of(text: str, parts: Iterable[Any]) -> str:
-    """Return the text, as a `ClientText` if it was made from at least one `ClientText`."""
+    """Return the text, converted to `ClientText` if any of the parts is a `ClientText`."""
     for part in parts:
         if type(part) is ClientText:
             return ClientText(text, part.marks)

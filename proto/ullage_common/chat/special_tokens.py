@@ -198,9 +198,9 @@ def _kinds(
 
 
 def _hitting_set(texts: Collection[str]) -> frozenset[str]:
-    """Return a small set of characters of which every text contains at least one.
+    """Return a small set of characters such that every text contains at least one of them.
 
-    The algorithm computes a greedy hitting set, and prefers rare punctuation over letters.
+    The set is a greedy hitting set, which prefers rare punctuation over letters.
     """
     chosen = set[str]()
     unhit = set(texts)
@@ -248,7 +248,7 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Return the characters, plus all whose case conversions contain one of the given letters."""
+    """Return the given characters, plus any whose case conversion yields one of the letters."""
     letters = {character for character in characters if character.isalpha()}
     related = {*characters}
     if not letters:
@@ -300,7 +300,10 @@ def _texts(values: list[Any]) -> list[str]:
 
 
 def _marked_turn(turn: Turn, own: Marks, others: Marks) -> Turn:
-    """Mark all texts of a turn except its role, from which templates build special tokens."""
+    """Mark all texts of a turn except its role.
+
+    The role is left unmarked because templates build special tokens from it.
+    """
     marks = own if turn["role"] in _OWN_ROLES else others
     marked = dict[int, Any]()
     for value in turn.values():

@@ -122,9 +122,9 @@ def _looks_closely(parsed: nodes.Template) -> bool:
 
 
 def _is_short(node: nodes.Node) -> bool:
-    """Return whether a node of a template's syntax tree is a string that almost any text contains.
+    """Return whether a syntax tree node is a string so short that almost any text contains it.
 
-    Such a string is a single character or only white space.
+    Such a string is a single character, or consists only of white space.
     """
     if not isinstance(node, nodes.Const) or not isinstance(node.value, str):
         return False

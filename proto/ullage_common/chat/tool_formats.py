@@ -65,7 +65,7 @@ def for_format(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
 
 
 def described(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> list[Mapping[str, Any]]:
-    """Return the tools. Tools without a description get an empty one if the format needs one."""
+    """Return the tools, adding missing descriptions as empty texts if the format needs them."""
     return [_described(tool) if form is ToolFormat.HARMONY else tool for tool in tools]
 
 
@@ -184,7 +184,7 @@ def _python_call(call: Mapping[str, Any]) -> str:
 
 
 def _joined_results(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Group consecutive tool results. Every other turn forms its own group."""
+    """Group consecutive tool results. Each of the other turns is a group of its own."""
     groups: list[list[Turn]] = []
     for turn in turns:
         if turn["role"] == "tool" and groups and groups[-1][0]["role"] == "tool":

@@ -271,7 +271,7 @@ class ParallelismSection(RankGrid, frozen=True, kw_only=True):
 
 
 class HostTierSection(Strict, frozen=True, kw_only=True):
-    """The KV tier in host memory. Its content survives a restart of the worker process."""
+    """Settings for the host-memory KV tier. Its content survives a worker process restart."""
 
     size: SomeBytes | None = None
     """Bytes of host memory to allocate when the engine starts.
@@ -282,7 +282,7 @@ class HostTierSection(Strict, frozen=True, kw_only=True):
 
 
 class FileTierSection(Strict, frozen=True, kw_only=True):
-    """The KV tier in files. Its content survives a restart of the engine."""
+    """Settings for the file-based KV tier. Its content survives a restart of the engine."""
 
     path: Text
     """Folder of the files, created if missing. Engines that share a folder use separate files."""
@@ -295,7 +295,7 @@ class FileTierSection(Strict, frozen=True, kw_only=True):
 
 
 class RemoteTierSection(Strict, frozen=True, kw_only=True):
-    """The KV tier in other engines that serve the same model."""
+    """Settings for the remote KV tier, which shares blocks with engines serving the same model."""
 
     peers: tuple[Text, ...]
     """Addresses of the other engines, as host:port.
@@ -659,9 +659,9 @@ def default_max_loras(asked: int | None, *, has_adapters: bool) -> int:
 
 
 def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
-    """Return an error text if two adapters, or an adapter and the model, have the same name.
+    """Return an error message if an adapter has the name of the model or of another adapter.
 
-    The text is empty if all names are unique.
+    The message is empty if all names are unique.
     """
     taken = {model}
     for place, adapter in enumerate(adapters):

@@ -72,10 +72,10 @@ class ConfidenceSection(Strict, frozen=True, kw_only=True):
 
 
 class HeuristicsSection(Strict, frozen=True, kw_only=True):
-    """Signs that a prompt is hard, such as its length or the presence of code.
+    """Settings for heuristics that detect hard prompts, for example by length or by code.
 
-    Each sign found in a request makes the request start one step higher in the cascade. 0 or false
-    disables a sign.
+    A request starts one step higher in the cascade for each heuristic that it matches. 0 or false
+    disables a heuristic.
     """
 
     prompt_characters: Count = 6000
@@ -86,10 +86,11 @@ class HeuristicsSection(Strict, frozen=True, kw_only=True):
 
 
 class FallbackSection(Strict, frozen=True, kw_only=True):
-    """Load at which low-priority requests always get the first step's answer.
+    """Settings for keeping low-priority requests on the cascade's first step under high load.
 
-    The answer is used whatever its confidence, to keep these requests off the engines of later
-    steps. The load is high enough if either `pressure_level` or `queued_requests` is reached.
+    Such a request gets the first step's answer regardless of its confidence, which keeps it off the
+    engines of later steps. The load counts as high if either `pressure_level` or `queued_requests`
+    is reached.
     """
 
     pressure_level: Count = 1
@@ -127,7 +128,7 @@ class CascadeSection(Strict, frozen=True, kw_only=True):
 
     @property
     def own(self) -> int:
-        """Return the index of the step that runs on this service's own engines."""
+        """Return the index of the cascade step that runs on this service's own engines."""
         return next(i for i, step in enumerate(self.steps) if not step.target)
 
 
@@ -212,7 +213,10 @@ class ConsoleSection(Strict, frozen=True, kw_only=True):
 
 
 class ProbesSection(Strict, frozen=True, kw_only=True):
-    """The port that serves only grpc.health.v1, without TLS because kubelet probes lack it."""
+    """Settings for the health port, which serves only grpc.health.v1.
+
+    The port has no TLS, because kubelet's gRPC probes do not support it.
+    """
 
     host: str | None = None
     """Address to listen on, or None for all IPv4 and IPv6 addresses."""
@@ -309,9 +313,10 @@ class RejectSection(Strict, frozen=True, kw_only=True):
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):
-    """Settings for the rungs (measures) of the admission ladder.
+    """Settings for the rungs of the admission ladder.
 
-    Waiting is also a rung, but `queue` configures it.
+    Rungs are the measures to try, in order, for a request that does not fit. Waiting is also a
+    rung, but it is configured in the `queue` section.
     """
 
     shrink_context: ShrinkContextSection = ShrinkContextSection()
@@ -335,7 +340,7 @@ class AffinitySection(Strict, frozen=True, kw_only=True):
 
 
 class BreakerSection(Strict, frozen=True, kw_only=True):
-    """Circuit breaker that ejects an engine after repeated failures."""
+    """Settings for the circuit breaker, which ejects an engine after repeated failures."""
 
     failures: Positive = 5
     """Number of consecutive failures that open the breaker."""
@@ -398,7 +403,7 @@ class CoalesceSection(Strict, frozen=True, kw_only=True):
 
 
 class ReplaceSection(Strict, frozen=True, kw_only=True):
-    """Whether a later request cancels an earlier one with the same `x-ullage-replace` header."""
+    """Settings for cancelling a request when a later one has the same `x-ullage-replace` header."""
 
     enabled: bool = False
 
@@ -437,7 +442,10 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
 
 
 class CleanseSection(Strict, frozen=True, kw_only=True):
-    """Kinds of text to remove from conversations. System prompts, code and JSON are left as is."""
+    """Settings for removing some kinds of text from conversations.
+
+    System prompts, code and JSON are left as is.
+    """
 
     whitespace: bool = False
     zero_width: bool = False

@@ -104,7 +104,7 @@ class CounterName(MetricName):
         return Counter(self.name, self.text, self.labels, registry=registry)
 
     def counts(self, registry: CollectorRegistry, *first: str) -> "Counts":
-        """Register the counter as `Counts`, which are cheaper than Prometheus's own class."""
+        """Register the counter as a `Counts` object, which is cheaper than Prometheus's class."""
         return Counts(self, registry, first)
 
     def family(self) -> CounterMetricFamily:
@@ -137,7 +137,7 @@ class HistogramName(MetricName):
         return Histogram(self.name, self.text, self.labels, buckets=self.buckets, registry=registry)
 
     def tallies(self, registry: CollectorRegistry, *first: str) -> "Tallies":
-        """Register the histogram as `Tallies`, which are cheaper than Prometheus's own class."""
+        """Register the histogram as a `Tallies` object, which is cheaper than Prometheus's."""
         return Tallies(self, registry, first)
 
     def family(self, tallies: Mapping[tuple[str, ...], Tally]) -> HistogramMetricFamily:

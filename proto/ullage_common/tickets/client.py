@@ -163,7 +163,7 @@ class PickBatcher:
             await self._call()
 
     async def _quiet(self) -> None:
-        """Wait up to QUIET_S for a new request, so that one RPC can carry it and the reports."""
+        """Wait up to QUIET_S for a new request that can share an RPC with the pending reports."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._news.wait()

@@ -24,7 +24,7 @@ class Place:
     is_lost: bool = False
 
     def lose(self) -> None:
-        """Revoke the slot, and make its holder's timeout expire."""
+        """Revoke the slot, and expire its holder's timeout immediately."""
         self.is_lost = True
         if not self.timeout.expired():
             self.timeout.reschedule(self.since)

@@ -98,7 +98,7 @@ class Progress:
 
     @property
     def goes_on_inexactly(self) -> bool:
-        """Whether the latest engine's fingerprint differs from one in `fingerprints`."""
+        """Whether some tokens came from an engine with a different fingerprint than the latest."""
         return bool(self.fingerprints) and self.fingerprints != (self._fingerprint,)
 
     def on_accepted(self, accepted: pb.Accepted, max_tokens: int) -> None:
@@ -122,7 +122,7 @@ class Progress:
             self.max_tokens = min(max_tokens, accepted.max_tokens or max_tokens)
 
     def on_delta(self, delta: pb.Delta) -> None:
-        """Record the new tokens in a delta."""
+        """Record a delta's new tokens."""
         self.num_tokens += delta.num_tokens
         if delta.num_tokens and self._fingerprint not in self.fingerprints:
             self.fingerprints += (self._fingerprint,)

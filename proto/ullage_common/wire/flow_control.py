@@ -49,7 +49,10 @@ class SendPace:
     """Number of pending tokens that triggers a send before the next tick."""
 
     def next_tick(self, now: float) -> float:
-        """Return the earliest time to send again after a send at `now`, on the same clock."""
+        """Return the earliest time of the next send, given that one happened at `now`.
+
+        Both times are on the same clock.
+        """
         return next_tick(now, self.pause_s)
 
 

@@ -16,7 +16,7 @@ BLOCK_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """Limits on lists, object entries and commas, for one JSON text or for several in total."""
+    """Maximum numbers of lists, object entries and commas in one or more JSON texts combined."""
 
     max_lists: int
     max_entries: int
@@ -36,12 +36,12 @@ VALUE_LIMITS = JsonLimits(1 << 14, 1 << 16, 1 << 17)
 
 
 class JsonCounter:
-    """Counts lists, object entries and commas in JSON texts, and enforces limits on their numbers.
+    """Counts the lists, object entries and commas in JSON texts, and refuses texts with too many.
 
     Args:
         field: name of the request's field, for error messages.
-        limits: limits for all texts in total.
-        name: name of the texts in error messages (empty for the field's name).
+        limits: limits on the totals over all texts.
+        name: what error messages call the texts (empty to use `field`).
     """
 
     def __init__(self, field: str, limits: JsonLimits, name: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Load reports of pools. Routers serve them on `/measures`, where the operator reads them."""
+"""Per-pool load reports, which routers serve on `/measures` for the operator to read."""
 
 import msgspec
 

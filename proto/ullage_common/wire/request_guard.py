@@ -308,7 +308,8 @@ async def _receive(
     """Receive the bytes of a request.
 
     Args:
-        hold: holds a slot for the request, which another owner may take away.
+        hold: returns a context manager that holds a slot for the request. The slot may be revoked
+            in favour of another owner.
 
     Raises:
         ServiceError: the request arrives late or never, or its slot is lost.

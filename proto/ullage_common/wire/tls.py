@@ -127,8 +127,8 @@ class Certificates:
 
     Args:
         folder: the folder of the certificate and its key.
-        ca_folder: the folder of the authority that must have signed the peers' certificates, or
-            None if peers need no certificate.
+        ca_folder: the folder with the certificate authority (`ca.crt`) that must have signed the
+            peers' certificates, or None if peers need no certificate.
         on_change: called when a new certificate is in use.
     """
 
