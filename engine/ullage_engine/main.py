@@ -117,7 +117,9 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 
 
 def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
-    """Return a function that chooses the worker program once the model's files are available.
+    """Return a function that chooses between the native engine and vLLM for a model's files.
+
+    The function is called once the files are available, and returns how to start the worker.
 
     Raises:
         AppError: if no installed engine supports these settings, whatever the model.
@@ -180,7 +182,10 @@ def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
 
 
 def _with_vllm(config: EngineConfig, has_vllm: bool) -> str:
-    """Return the part of an error message that explains how to use vLLM instead."""
+    """Return text for an error message about the native engine: how to use vLLM instead.
+
+    If vLLM does not support the settings either, the text says what to change.
+    """
     if refusal := refusal_by_vllm(config.model, config.memory):
         return f"change what vLLM refuses: {refusal}"
     setting = "set engine: vllm (spec.engine: VLLM)"

@@ -25,7 +25,10 @@ _REPORT_BYTES = 256 << 20
 
 
 class ArenaError(Exception):
-    """The memory is not available. The message states the sizes and the remedy."""
+    """Raised if an arena's memory cannot be allocated or attached.
+
+    The message states the sizes, and how to fix the problem.
+    """
 
 
 class Arena:

@@ -51,7 +51,7 @@ class PendingBlock:
 
 @dataclass(slots=True, eq=False)
 class TierLoad:
-    """The blocks that one tier loads together."""
+    """One load from a tier: the blocks that it loads together, and their common deadline."""
 
     tier: str
     ends_at: float
@@ -112,7 +112,7 @@ class BlockFetch:
         return run(self._await(places))
 
     def expect(self, place: int, block: PendingBlock) -> None:
-        """Record that the block at index `place` is pending. Other fetches may also wait for it."""
+        """Record that a tier is loading the block at index `place`, maybe for other fetches too."""
         self._pending[place] = block
 
     def _fetch_each(self, parts: Iterator[range]) -> Steps:

@@ -57,7 +57,7 @@ _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
 
 
 class FileTierError(Exception):
-    """The folder cannot be used. The message names the folder and the remedy."""
+    """Raised if the file tier cannot use its folder. The message names it and the remedy."""
 
 
 class Calls(NamedTuple):

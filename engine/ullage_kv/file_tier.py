@@ -55,7 +55,10 @@ _CALLS = Calls()
 
 
 class _Volume:
-    """A slot file, the index of its blocks, and the lease that tracks the slots being used."""
+    """An open slot file, with an index of its blocks and the tier's lease on their slots.
+
+    If the file is deleted, the tier replaces the whole volume with a new one.
+    """
 
     def __init__(self, file: SlotFile) -> None:
         self.file = file

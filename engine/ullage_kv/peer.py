@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class _WrongAnswer(Exception):
-    """The peer violated the protocol. The message explains how."""
+    """Raised if a peer's response violates the protocol. The message explains how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +297,10 @@ class PeerClient:
         self.problem = ""
 
     def _fail(self, error: Exception) -> Result:
-        """Record that an RPC failed, and return a `Result` that describes the failure."""
+        """Report a failed RPC to the circuit breaker, and convert the failure to a `Result`.
+
+        If the peer is healthy and merely refused the request, the breaker counts a success.
+        """
         if isinstance(error, grpc.Call):
             refusal = from_rpc_error(error)
             status = _STATUSES.get(refusal.code, Status.ERROR)

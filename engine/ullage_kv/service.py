@@ -425,9 +425,10 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return self.leases.open(store, address, _ttl_s(lease_ms))
 
     def _grant(self, held: PeerLease, lease_ms: int) -> tuple[int, int]:
-        """Schedule the end of a lease, and return its id and duration in milliseconds.
+        """Give a peer its lease. Return the lease's id and its duration in milliseconds.
 
-        If the lease holds no slots, end it immediately and return zeros.
+        The lease is scheduled to end when this time has passed. If it holds no slots, it is ended
+        immediately, and the result is zeros.
         """
         if not held.num_slots:
             self.leases.end(held.number)

@@ -342,7 +342,10 @@ class Store:
         self._own.close()
 
     def _copy_down_if(self, blocks: Sequence[Block], in_host: Sequence[bool]) -> None:
-        """Copy blocks in host memory to lower tiers if `is_kept` is set or they are used often."""
+        """Copy blocks to lower tiers if their `is_kept` is set or they are used often.
+
+        Blocks whose value in `in_host` is false are skipped, because host memory lacks them.
+        """
         for is_kept in (False, True):
             chosen = [
                 block.key

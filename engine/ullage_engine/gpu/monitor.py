@@ -115,10 +115,14 @@ class GpuMonitor:
             return None
 
     def _pause(self, events: XidEvents | None, until: float) -> XidEvents | None:
-        """Wait until the next sample is due, and report Xid errors in the meantime.
+        """Wait until `until`, when the next sample is due, and report Xid errors in the meantime.
+
+        Args:
+            events: the stream of Xid errors, or None if the driver reports none.
+            until: the time at which to return, on the clock `time.monotonic`.
 
         Returns:
-            `events`, or None if the driver has stopped reporting Xid errors.
+            The stream to use for the next wait: `events`, or None if it has stopped working.
         """
         while events is not None and (left_s := until - time.monotonic()) > 0:
             try:
@@ -186,7 +190,7 @@ class GpuMonitor:
             self._judge(samples, elapsed_s)
 
     def _log_failures(self, samples: Iterable[GpuSample]) -> None:
-        """Log each kind of failure once per GPU."""
+        """Log the driver errors in these samples, each error only once per GPU."""
         for sample in samples:
             for error in sample.failed_calls:
                 if (sample.index, error) not in self._failures:

@@ -211,7 +211,10 @@ def build_batch(
 
 
 def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
-    """Yield the ids of the blocks that the step starts to fill but leaves partly empty."""
+    """Yield the ids of the blocks that the step starts to fill but leaves partly empty.
+
+    The caller zeroes these blocks before the step, because attention also reads their unused slots.
+    """
     for chunk in plan.chunks:
         last = (chunk.end - 1) // block_tokens
         if chunk.end % block_tokens and last * block_tokens >= chunk.first_stored:

@@ -141,7 +141,11 @@ def fill_random(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
 def _both(
     products: RowProducts, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor
 ) -> torch.Tensor:
-    """Return x @ weight, and x @ weight added to each row's `start`, stacked as [2, rows, out]."""
+    """Compute a product with both `multiply` and `add`, to test the two methods.
+
+    The result is [2, rows, out]: first x @ weight, then `start` + x @ weight. `start` [1, out] is
+    the same for all rows.
+    """
     out = start.repeat(2, x.shape[0], 1)
     products.multiply(x, weight, out[0])
     products.add(x, weight, out[1])

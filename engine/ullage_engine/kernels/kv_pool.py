@@ -39,7 +39,7 @@ reused.
 
 
 class _Bits(NamedTuple):
-    """The positions of an E4M3 code's bits within a wider floating-point type."""
+    """How to convert E4M3 codes to a wider floating-point type by shifting their bits."""
 
     integers: torch.dtype
     shift: int

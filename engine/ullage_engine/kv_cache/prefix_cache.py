@@ -328,9 +328,10 @@ class PrefixCache:
         return self._tree.content_key(block, is_window=is_window)
 
     def take_keys(self, path: list[int] | None) -> None:
-        """Clear the content keys of a path's first cached block and of all its descendants.
+        """Clear the content keys of blocks whose copies in tiers outside the device are discarded.
 
-        If `path` is None, clear the content keys of all cached blocks.
+        These blocks are the first block of `path` and all its descendants, or all cached blocks if
+        `path` is None. Blocks that are cached below a block without a key are not offered to tiers.
         """
         if path is None:
             self._tree.take_keys(None)

@@ -136,7 +136,10 @@ class RadixTree:
         return node.content_key if node else None
 
     def take_keys(self, block: int | None) -> None:
-        """Clear the content keys of a block and its descendants, or of all blocks if given None."""
+        """Clear the content keys of a block and its descendants, or of all blocks if given None.
+
+        This is done when the blocks' copies in tiers outside the device are discarded.
+        """
         branch = [self._root if block is None else self._by_block[block]]
         for node in branch:
             branch.extend(node.children.values())
@@ -182,9 +185,10 @@ class RadixTree:
             node = child
 
     def _readable(self, nodes: Path) -> int:
-        """Return how many leading nodes a new sequence can reuse.
+        """Return how many of a path's first nodes a new sequence can reuse.
 
-        This is the largest number for which the window before the next token is fully cached.
+        With sliding windows, the token after the reused nodes also needs the window blocks of its
+        whole window. The result is the largest number for which these are all cached.
         """
         num_windows = length = 0
         for count, node in enumerate(nodes, start=1):

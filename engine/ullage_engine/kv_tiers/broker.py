@@ -69,7 +69,7 @@ class BlockFormat(NamedTuple):
 
 @dataclass(slots=True)
 class _Beginning:
-    """A request's stored prefix, and the progress of loading it."""
+    """A request's leading blocks that the tiers store, and the progress of loading them."""
 
     looking: Future[None]
     """Future that completes once the tiers have reported which blocks they have."""
@@ -292,7 +292,10 @@ class KvBroker:
             log.info("computed rather than loaded", extra=facts)
 
     def _remember(self, request_id: str, keys: list[bytes]) -> _Beginning:
-        """Return the state of a request's stored prefix, querying the tiers on the first call."""
+        """Return the tracked state of a request's stored prefix.
+
+        The first call for a request creates the state and asks the tiers what they store.
+        """
         beginning = self._beginnings.get(request_id)
         if beginning is None:
             beginning = self._beginnings[request_id] = _Beginning(self._look(keys))
@@ -304,9 +307,11 @@ class KvBroker:
             self._num_prefetched -= beginning.num_prefetched
 
     def _forget_begun(self) -> None:
-        """Drop the oldest remembered prefixes, stopping at the first whose request has not begun.
+        """Delete the state of old requests that have begun, so that it does not accumulate.
 
-        Once a request has begun, the worker might never ask for its prefix.
+        A request has begun once it has received a token or has finished. The worker might then
+        never ask for its stored prefix, so no answer would delete the state. Requests are checked
+        from the oldest on, up to the first that has not begun.
         """
         while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
             self._forget(oldest)
@@ -380,9 +385,9 @@ class KvBroker:
         return slots
 
     def _ask(self, wanted: KvWanted) -> _Beginning:
-        """Return the state of the stored prefix that a query is about.
+        """Return the tracked state of the stored prefix that a worker's query is about.
 
-        For the first query about a prefix, also record the time.
+        On the first query, also record the time as `asked_at`.
         """
         beginning = self._remember(wanted.request_id, wanted.keys)
         if beginning.asked_at is None:

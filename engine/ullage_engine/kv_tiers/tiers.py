@@ -171,9 +171,14 @@ class KvTiers:
         self._post = None
 
     def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Start prefetching the prefix shared by requests for several samples of the same prompt.
+        """Start prefetching the stored KV of new requests if that is faster than computing it.
 
-        Return the requests with `num_stored_blocks` filled in.
+        Args:
+            requests: requests that have the same prompt, one for each sample of it.
+
+        Returns:
+            Copies of the requests, with `num_stored_blocks` set to the number of leading blocks
+            that the tiers store or may store. Before a worker is ready, nothing is changed.
         """
         if self._broker is None or self._post is None:
             return list(requests)

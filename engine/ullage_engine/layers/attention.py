@@ -97,7 +97,11 @@ class Attention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Protocol for attention backends, which create linear layers and prepare attention."""
+    """Protocol for attention backends.
+
+    A backend creates the linear layers that its kernels expect, and prepares the inputs of the
+    attention kernels for each step.
+    """
 
     def linear(self, rows: torch.Tensor) -> Linear:
         """Create an unquantised linear layer from `rows` [out, in], the layout of checkpoints."""
@@ -231,7 +235,10 @@ class DeterministicBackend:
         return None
 
     def _attended_shapes(self) -> list[tuple[int, int]]:
-        """Return (sequences, query rows per KV head) for every possible attention matmul shape."""
+        """Return every shape that attention's matmuls can have, so that each can be verified.
+
+        A shape is given as (number of sequences, number of query rows per KV head).
+        """
         size = self._model_config.group_size
         limits = self._limits
         max_sequences = min(2 * limits.max_rows - 1, limits.max_gather_tokens // SPAN_TOKENS)

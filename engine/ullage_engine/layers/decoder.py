@@ -373,7 +373,11 @@ class Decoder:
         self._head.forward(chosen, out)
 
     def one_of_each_kind(self) -> list[int]:
-        """Return the indices of layers that together cover every kind of layer in the model."""
+        """Return the indices of some layers, one for each kind of layer in the model.
+
+        Two layers are of the same kind if their specifications and weight formats are equal. They
+        have the same shapes, so it is enough for a trial step to run one layer of each kind.
+        """
         kinds = {
             (spec, layer.formats()): index
             for index, (spec, layer) in enumerate(

@@ -409,7 +409,10 @@ class Mxfp4Experts(LoopedExperts):
     def forward_grouped(
         self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor
     ) -> None:
-        """Compute the same results as `forward` without reading `ends` on the host."""
+        """Compute the results of `forward` on a GPU, with one grouped matmul per panel.
+
+        `ends` stays on the device, so the host does not wait for it.
+        """
         experts, columns, groups = self._scales.shape
         for panel in column_panels(columns, self._decoder.elements // (experts * groups * GROUP)):
             weights = self._decoder.decode(self._blocks[:, panel], self._scales[:, panel])

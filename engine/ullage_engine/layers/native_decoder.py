@@ -182,7 +182,10 @@ class NativeDecoder:
         return scales
 
     def vectors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that were converted to float32 for the C++ library, by name."""
+        """Return the float32 tensors that the C++ library reads by their addresses, by name.
+
+        They were converted from the model's tensors, and no step modifies them.
+        """
         return {f"library.{name}": vector for name, vector in self._kept.items()}
 
     def check_tables(self) -> str:

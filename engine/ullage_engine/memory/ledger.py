@@ -180,6 +180,8 @@ def mib(num_bytes: int) -> str:
 def wrong_price(priced: Mapping[str, int], allocated: Mapping[str, int]) -> str | None:
     """Return an error message about the first allocation that differs from its predicted size.
 
+    Admission and the router rely on these predictions (prices), so a wrong one must be reported.
+
     Args:
         priced: predicted sizes in bytes, by name.
         allocated: allocated sizes in bytes, by name.

@@ -104,7 +104,10 @@ class PressureController:
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:
-        """Update the level from `state`. Return `state` with the new level and limits."""
+        """Update the pressure level from the headroom that `state` reports.
+
+        Return a copy of `state` with the new level and the resulting limits of the batch size.
+        """
         level = self.update(headroom_share(state))
         return msgspec.structs.replace(
             state,

@@ -145,9 +145,9 @@ def bytes_of_others(
 ) -> int:
     """Return how many bytes of a ledger's budget other processes hold.
 
-    Bytes that are neither reserved nor free are attributed to other processes. If the device is
-    nearly full, the longest sequence's KV may use part of the safety reserve, so that a restarted
-    worker can continue its predecessor's requests.
+    Bytes that should be available but are not free are attributed to other processes. If too few
+    bytes are free for the KV of even the longest sequence, this KV may use part of the safety
+    reserve. A restarted worker can then continue its predecessor's requests.
 
     Args:
         available: bytes of the budget that are not reserved.
@@ -179,5 +179,10 @@ def allocator_fraction(promised: int, outside: int, reserved: int, total: int) -
 
 
 def differs(allocated: int, measured: int) -> bool:
-    """Return whether `allocated` deviates from `measured` by more than `DIFFERENCE_TOLERANCE`."""
+    """Return whether the ledger's total is wrong by more than `DIFFERENCE_TOLERANCE`.
+
+    Args:
+        allocated: bytes that this process has allocated according to the ledger.
+        measured: bytes that this process was measured to hold on the device.
+    """
     return abs(allocated - measured) > DIFFERENCE_TOLERANCE * measured

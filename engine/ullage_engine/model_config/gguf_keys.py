@@ -97,7 +97,10 @@ GGUF_KEYS: Mapping[str, dict[str, Key]] = {
 
 
 def own_keys(metadata: Mapping[str, object], architecture: str) -> dict[str, object]:
-    """Return the metadata that describes layers, without the architecture prefix in its keys."""
+    """Return the metadata whose keys begin with the architecture's name, without this prefix.
+
+    These keys describe the model's layers. For example, `llama.block_count` becomes `block_count`.
+    """
     prefix = f"{architecture}."
     return {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)

@@ -33,7 +33,7 @@ Keys = Mapping[str, Key]
 
 
 def read(meaning: str, *names: str) -> dict[str, Key]:
-    """Return rules for keys that the engine honours."""
+    """Return rules for keys whose values the engine reads and follows."""
     return dict.fromkeys(names, Key(meaning, is_read=True))
 
 

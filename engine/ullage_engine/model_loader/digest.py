@@ -171,7 +171,11 @@ argument about once per second."""
 
 
 def begin(compute: Callable[[], str]) -> Wait:
-    """Run `compute` in a background thread, and return a function that waits for its result."""
+    """Run `compute` in a background thread, and return a function that waits for its result.
+
+    Digests of large files take long, so the caller can do other work first. An error in `compute`
+    is raised by the returned function.
+    """
     result: Future[str] = Future()
     _start_thread(lambda: _settle(result, compute))
 
@@ -208,7 +212,7 @@ def _key(path: Path) -> str:
 
 
 def _read_kept(kept: Path) -> str:
-    """Return the cached digest, or an empty string if the digest is not cached."""
+    """Read a digest from the cache file `kept`. Return "" if the file is missing or invalid."""
     try:
         text = kept.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):

@@ -322,7 +322,11 @@ def _indexed(folder: Path, named: dict[str, str]) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return the weight files of a folder that has no index."""
+    """Choose a model's weight files by their names, in a folder that has no index.
+
+    Raises:
+        WeightsError: files are missing or ambiguous, or the folder cannot be read.
+    """
     with explained(folder):
         names = sorted(os.listdir(folder))
     if SINGLE in names:

@@ -228,7 +228,11 @@ _HUGGING_FACE = re.compile(
 
 
 def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
-    """Convert a Hugging Face tensor name to the GGUF name and the expert index."""
+    """Convert a Hugging Face tensor name to the GGUF tensor name and an expert index.
+
+    GGUF stores all experts of a layer in one tensor, and the index selects one of them. The index
+    is None if the name does not refer to a single expert.
+    """
     match = _HUGGING_FACE.fullmatch(name)
     assert match is not None, name
     prefix = "" if match["layer"] is None else f"blk.{match['layer']}."
@@ -430,7 +434,10 @@ def _stacked_names(name: str) -> list[str]:
 
 
 def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Interleave gate and up rows [experts, rows, ...], which is Hugging Face's row order."""
+    """Combine gate and up tensors [experts, rows, ...] into one tensor with alternating rows.
+
+    This is the row order of Hugging Face's gpt-oss checkpoints. A single part is returned as it is.
+    """
     return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
 
 

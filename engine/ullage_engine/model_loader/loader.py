@@ -76,7 +76,10 @@ Progress = Callable[[int, int], None]
 
 
 class Shard(Protocol):
-    """Protocol for one rank's part of a model: the encodings and the slices of its tensors."""
+    """Protocol for selecting one rank's part of the prepared weights.
+
+    The shard says which slice of each stored tensor the rank needs, and how the slices are encoded.
+    """
 
     encodings: dict[str, Encoding]
     """Encodings of the rank's quantised matrices, by name."""
@@ -143,7 +146,10 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def content(self) -> str:
-        """Digest of all values, shapes and encodings, regardless of file offsets."""
+        """Digest that identifies the weights: all values, shapes and encodings.
+
+        File offsets are left out, so files that hold the same weights have the same digest.
+        """
         tensors = [msgspec.structs.replace(each, offset=0) for each in self.tensors]
         return hashlib.sha256(msgspec.json.encode([tensors, self.encodings])).hexdigest()
 
@@ -313,7 +319,10 @@ def _attach(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Return the path and header of the prepared file, preparing the file first if necessary."""
+    """Find an intact prepared file, or write one, and return its path and header.
+
+    A lock ensures that only one process writes the file. The others wait, and then use it.
+    """
     keys = dict.fromkeys(content_key(files, form, each) for each in (calibration, None))
     paths = [weights_dir / f"{key}.weights" for key in keys]
     try:
@@ -479,7 +488,10 @@ def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
 
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a thread-safe function that adds to the number of bytes done and reports progress."""
+    """Return a function to call with the size of each finished piece in bytes.
+
+    It adds the size to a running sum and passes the sum to `progress`. It is thread-safe.
+    """
     lock = threading.Lock()
     done = 0
 
@@ -498,7 +510,11 @@ def _marker_path(path: Path) -> Path:
 
 
 def _marker(path: Path) -> str:
-    """Return a string that changes whenever the machine reboots or the file is modified."""
+    """Return a string that changes whenever the machine reboots or the file is modified.
+
+    It is stored once the file's checksums have been verified. While it stays the same, later starts
+    need not verify them again.
+    """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     status = path.stat()
     return f"{boot_id} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
@@ -603,10 +619,10 @@ def _prepare(
 
 @contextmanager
 def _foreseen(files: ModelFiles) -> Iterator[None]:
-    """Raise a `WeightsError` in place of any unexpected error within the `with` block.
+    """Turn unexpected errors while reading a model's files into a `WeightsError`.
 
-    The message says that the files cannot be read. A restart would not help, because it would read
-    the same files.
+    The message tells the user to download the model again. Restarting would not help, because it
+    would read the same files. WeightsError, OSError and MemoryError are passed on unchanged.
     """
     try:
         yield

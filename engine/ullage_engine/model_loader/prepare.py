@@ -75,7 +75,10 @@ class PreparedTensor:
 
     @property
     def rounded_kinds(self) -> set[str]:
-        """Types of the checkpoint's quantised blocks (such as Q4_K) that are requantised."""
+        """GGUF block types (such as Q4_K) whose values are quantised a second time.
+
+        The set is empty if the tensor keeps the checkpoint's values or is stored unquantised.
+        """
         if self.encoding is None or self.is_kept:
             return set()
         return {kind for part in self.plan.parts if (kind := self.reader.block_kind(part.source))}
@@ -200,7 +203,10 @@ class Calibration(Protocol):
 
     @property
     def name(self) -> str:
-        """Name that identifies this rounding method."""
+        """Name of this rounding method, which is part of the prepared file's key.
+
+        Weights that are rounded by different methods are therefore stored in different files.
+        """
         ...
 
     def begin(
@@ -233,9 +239,10 @@ class Calibration(Protocol):
 def rounded_tensors(
     prepared: Iterable[PreparedTensor], round_layer: RoundLayer | None
 ) -> Iterator[tuple[PreparedTensor, Quantized | None]]:
-    """Yield every tensor in order, together with its calibrated matrix or None.
+    """Calibrate a model layer by layer. Yield each tensor with its rounded matrix, or None.
 
-    The matrix is None if `round_layer` is None or did not round this tensor.
+    `round_layer` rounds the matrices of one layer. The result is None for tensors that it does not
+    round, and for all tensors if `round_layer` is None.
     """
     for prefix, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
         layer = list(group)
@@ -254,7 +261,10 @@ class PreparedForm:
 
     @property
     def name(self) -> str:
-        """Name that identifies these settings."""
+        """Summary of these settings, which is part of the prepared file's key.
+
+        Weights that are prepared with different settings are therefore stored in different files.
+        """
         layout = "tiles" if self._reads_tiles else "rows"
         return f"{dtype_name(self.dtype)} {self.quantization} {layout}"
 
@@ -345,11 +355,11 @@ class PreparedForm:
 
 
 def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | None:
-    """Return one encoding that keeps the quantised values of all stacked matrices, or None.
+    """Choose one encoding for several stacked matrices that keeps their quantised values.
 
     For example, GGUF may use integers of different widths or group sizes for the three matrices
     that are fused into one. In this case, the integers are kept as int8 with the smallest group
-    size.
+    size. Return None if no encoding can keep the values of all matrices.
     """
     kept = [each for each in parts if each is not None]
     if not kept or len(kept) < len(parts):

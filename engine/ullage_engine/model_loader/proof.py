@@ -283,7 +283,10 @@ def _page_sums(pages: torch.Tensor) -> memoryview:
 
 
 def code_digest(rooms: Iterable[Path]) -> str:
-    """Return the digest of the Python files and C++ libraries in these folders."""
+    """Return a digest of the code in these folders: Python files and C++ libraries.
+
+    Changed code may change results, so a proof is only compared with starts of the same code.
+    """
     digest = hashlib.sha256()
     for room in rooms:
         for path in sorted([*room.rglob("*.py"), *room.glob("*.so")]):

@@ -52,7 +52,10 @@ def check_room(
 
 
 def refuse(room: Room, num_bytes: int, files: str = "the prepared weights") -> str:
-    """Return an error message if the bytes do not fit, otherwise an empty string."""
+    """Return why files of this total size do not fit into a folder, or "" if they do.
+
+    A safety margin must also stay free. The text gives the sizes and a remedy.
+    """
     needed = num_bytes + MARGIN_BYTES
     if room.free is not None and room.free < needed:
         return (

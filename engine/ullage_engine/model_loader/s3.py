@@ -381,7 +381,7 @@ def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
 
 
 class _Log:
-    """Counts downloaded bytes and logs the progress."""
+    """Counts the bytes of a running download, and regularly logs its progress and speed."""
 
     def __init__(self, what: str, download: Download) -> None:
         self._what = what

@@ -452,7 +452,10 @@ def _ended_early(error: S3Error, position: int, size: int) -> S3Error:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """The fields of an error response."""
+    """The error code and message from the XML body of a store's error response.
+
+    All fields are empty if the body cannot be parsed.
+    """
 
     code: str = ""
     message: str = ""

@@ -1,4 +1,4 @@
-"""The exit status of a process that aborts because memory ran out.
+"""Lets a process exit with a distinct status if it aborts because memory ran out.
 
 When memory runs out, Python raises MemoryError, but Rust aborts, and so does C++ code that must not
 throw. The resulting SIGABRT does not reveal the reason.

@@ -269,7 +269,7 @@ def rank_model_config(model_config: ModelConfig, layout: RankLayout, rank: int) 
 
 
 def device_map(model_config: ModelConfig, layout: RankLayout, device_type: str) -> list[RankPlace]:
-    """Return, for each rank, its part of the model and its device."""
+    """Return, for each rank, its device and the layers and attention heads it computes."""
     return [_place(model_config, layout, rank, device_type) for rank in range(layout.world)]
 
 
@@ -308,7 +308,10 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
-    """Return a layer's number of parameters. If `is_active`, count only those that a token uses."""
+    """Return how many weights the large matrices of a layer have.
+
+    If `is_active`, count only as many experts as compute a single token.
+    """
     hidden = model_config.hidden
     width = model_config.intermediate
     experts = model_config.experts
@@ -322,7 +325,11 @@ def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) ->
 
 
 def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, itemsize: int) -> int:
-    """Return the total bytes of a rank's buffers for partial sums, received rows and sent rows."""
+    """Return the bytes of the buffers that a rank needs to exchange data with other ranks.
+
+    There is one buffer each for partial sums, for rows from the previous stage, and for rows to the
+    next stage. A rank has only those buffers that its place in the layout requires.
+    """
     buffers = (layout.tensor > 1) + (not layout.is_first(rank)) + (not layout.is_last(rank))
     return buffers * max_rows * hidden * itemsize
 

@@ -116,7 +116,11 @@ def _pairs(layout: RankLayout) -> list[list[int]]:
 
 
 class StepTransfers:
-    """Receives and sends the hidden states of a step's micro-batches, in order."""
+    """Passes one step's hidden states from pipeline stage to stage, by micro-batch.
+
+    Each rank receives them from the previous stage, if any, and sends its own to the next, if any.
+    Micro-batches are transferred in order.
+    """
 
     def __init__(
         self,

@@ -208,7 +208,7 @@ def _broken_groups(
 
 
 def _num_matrices(model_config: ModelConfig, name: str) -> int:
-    """Return the number of matrices that are stacked in a tensor."""
+    """Return how many matrices a tensor stacks: one per expert, or 1 if it holds no experts."""
     experts = model_config.experts
     return experts.num_experts if experts is not None and ".experts_" in name else 1
 

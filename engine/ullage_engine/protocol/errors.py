@@ -80,7 +80,10 @@ class MemoryShortError(Exception):
 
 
 def is_unproven(error: Exception) -> bool:
-    """Return whether `error` is a ProofError or reports that another rank had one."""
+    """Return whether a start failed because its results could not be confirmed.
+
+    This is the case if `error` is a ProofError, or reports that another rank had one.
+    """
     if isinstance(error, RankFailedError):
         return error.is_unproven
     return isinstance(error, ProofError)

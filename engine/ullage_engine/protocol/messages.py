@@ -40,7 +40,10 @@ class KvBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvSlot(msgspec.Struct, frozen=True, array_like=True):
-    """A slot in the host tier, reserved for one block."""
+    """A slot in the host tier, reserved for the KV block with this key.
+
+    The generation increases each time the slot is allocated, so stale references have no effect.
+    """
 
     key: bytes
     slot: int
@@ -76,7 +79,10 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Fault(Message, frozen=True, kw_only=True):
-    """Command: inject an out-of-memory error into an upcoming step."""
+    """Command for fault-injection tests: make an upcoming step run out of memory.
+
+    It is only available if `server.allow_fault_injection` is set.
+    """
 
     after_steps: int
 

@@ -109,7 +109,10 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class _Computed:
-    """An active request in the worker, and the phase (such as queue or prefill) that it is in."""
+    """Tracks the current phase of one request in the worker, for logs and traces.
+
+    A request goes through the phases queue, prefill and decode.
+    """
 
     request: EngineRequest
     since: float

@@ -8,7 +8,7 @@ from ullage_common.request_cost import charged_output
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters that the server has already validated."""
+    """Controls how the next token of a request is chosen. The server has validated all values."""
 
     temperature: float = 1.0
     """Temperature by which the logits are divided, or 0 for greedy sampling."""

@@ -38,7 +38,7 @@ class ReservationState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that a running request is expected to release."""
+    """Estimate of when memory will be released by running requests, and how much."""
 
     after_s: float
     num_bytes: int

@@ -291,7 +291,7 @@ def piece_of(encoding: Encoding, name: str) -> Piece:
 
 
 def encoding_of_one(encoding: Encoding, count: int) -> Encoding:
-    """Return the encoding of one of `count` equally shaped matrices, given that of their stack."""
+    """Return the encoding of a single matrix, given that of a stack of `count` equal shapes."""
     rows, columns = encoding.shape
     return msgspec.structs.replace(encoding, shape=(rows // count, columns))
 

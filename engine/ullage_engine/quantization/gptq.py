@@ -116,7 +116,10 @@ def fit_grid(
 
 
 class _Fit:
-    """Computes weighted squared errors of groups, and scales and zeros that minimise them."""
+    """Fits scales and zeros to groups of weights, and measures the errors of rounded values.
+
+    Squared errors are weighted by column.
+    """
 
     def __init__(self, grouped: torch.Tensor, weight: torch.Tensor) -> None:
         """Create the fit for one matrix.
@@ -273,9 +276,10 @@ def _excess(
     others: torch.Tensor,
     gram: torch.Tensor,
 ) -> torch.Tensor:
-    """Return, for each row, how much `values` increase the matmul error compared to `others`.
+    """Return, for each row, the squared matmul error of `values` minus that of `others`.
 
-    Both are rounded values of the same weights on the same grid.
+    Both are rounded values of the same weights on the same grid. A negative result means that
+    `values` are the better choice.
     """
     first, second = (grid.quantized(each).dequantise() for each in (values, others))
     products = (second - first) @ gram

@@ -257,7 +257,10 @@ def _is_of_experts_down(prepared: PreparedTensor) -> bool:
 
 
 class LayerCalibration:
-    """Rounds the matrices of a model, one layer after another."""
+    """Rounds a model's matrices for the inputs that a text produces, one layer per call.
+
+    Each call also computes the text's hidden states, which are the next layer's inputs.
+    """
 
     def __init__(
         self,
@@ -358,7 +361,10 @@ class LayerCalibration:
 
 
 class _Rounding:
-    """Rounds the matrices of one layer and collects the results."""
+    """Replaces the linear layers of one model layer by calibrating ones, and collects results.
+
+    The replacements round their weights to int4 for the inputs that they receive.
+    """
 
     def __init__(
         self,

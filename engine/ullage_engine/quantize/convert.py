@@ -448,7 +448,10 @@ def _config(files: ModelFiles, reader: CheckpointReader) -> dict[str, object]:
 
 
 class _Smoothed:
-    """Reads a checkpoint's tensors, and smooths norms and the matrices after them (SmoothQuant)."""
+    """Reads a checkpoint's tensors, rescaled so that activations are easier to round to int8.
+
+    SmoothQuant changes only norms and the matrices that follow them. Other tensors stay the same.
+    """
 
     def __init__(
         self, reader: CheckpointReader, plans: list[TensorPlan], maxima: Maxima, alpha: float

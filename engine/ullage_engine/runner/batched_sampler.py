@@ -40,7 +40,10 @@ SORT_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """The plan for sampling a batch of logits."""
+    """What the host prepares for sampling one token per row, before any GPU work starts.
+
+    Created by `plan_sampling` and used by `enqueue`.
+    """
 
     chunks: Sequence[Chunk]
     counts: PenaltyCounts

@@ -114,7 +114,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The plan for drawing a batch's tokens, made on the host."""
+    """How to draw the tokens of a batch: which filters are in use, and each row's parameters.
+
+    Created on the host by `plan_draws` and used by `draw_tokens`.
+    """
 
     width: int
     """Number of candidates (likeliest tokens) for each filtered row."""

@@ -341,9 +341,9 @@ class ModelRunner:
         return min(self._step_seconds([chunk]) for _ in range(2))
 
     def derived(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that were derived from the model at startup, by name.
+        """Return the constant tensors that were computed from the model at startup, by name.
 
-        No step modifies them.
+        Examples are rotary tables and KV scales. No step modifies these tensors.
         """
         tensors = {name: self._arena[name] for name in _CONSTANTS if name in self._arena}
         for index, scales in enumerate(self._kv_scales or ()):
@@ -674,9 +674,10 @@ class ModelRunner:
                 self._graphs.capture(batch, action)
 
     def _decode_action(self, batch: StepBatch) -> Action:
-        """Return a function that computes a decode step up to its logits.
+        """Prepare a decode step, and return a function that computes it up to its logits.
 
-        To reuse the function for a later step of the same shape, prepare that step first.
+        The function can be captured as a CUDA graph. To use it for a later step of the same shape,
+        prepare that step with the decoder first.
         """
         step = self.decoder.prepare(batch)
         caches = self._kv.layers

@@ -164,7 +164,7 @@ def _tiles(context: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPl
 
 
 def _largest_of_each(bucket: Callable[[int], int], limit: int) -> list[int]:
-    """Return the largest size in each bucket, for sizes from 1 to `limit`."""
+    """Group the sizes 1 to `limit` by their `bucket`, and return the largest size per group."""
     largest = {bucket(size): size for size in range(1, limit + 1)}
     return list(largest.values())
 

@@ -90,10 +90,11 @@ class AdmissionControl:
         return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
-        """Create a sequence that ranks behind earlier ones with the same priority and arrival.
+        """Create a request's sequence, and set its place in the scheduling order.
 
-        The priority and arrival number are taken from `rank`. The serial number in `rank` is
-        ignored, and the sequence gets the next one.
+        The priority and arrival number come from `rank`. The sequence gets the next serial number,
+        which replaces the one in `rank`. It therefore ranks behind all earlier sequences with the
+        same priority and arrival number.
         """
         self._num_submitted += 1
         return Sequence(

@@ -128,7 +128,10 @@ class PromptBudget:
 
 
 class Transfers(NamedTuple):
-    """Copies to and from KV tiers outside the device, reported to the server once completed."""
+    """Copies between the device and other KV tiers that one step makes.
+
+    They are reported to the server once they are completed.
+    """
 
     stored: tuple[KvSlot, ...] = ()
     read: tuple[KvRead, ...] = ()
@@ -139,7 +142,7 @@ class Transfers(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A step plan in flight, which has been made but not committed yet."""
+    """A step plan in flight: it has been made, but its results are not committed yet."""
 
     entries: dict[str, tuple[Sequence, Chunk]]
     """Sequences of the plan by request id, each with the chunk of tokens to compute."""

@@ -32,7 +32,10 @@ until the next beams have forked from it.
 
 @dataclass(slots=True, eq=False)
 class _BeamGroup:
-    """The state of one beam search, and its requests, each of which receives one hypothesis."""
+    """The state of one beam search, together with the requests that it answers.
+
+    Each request receives one of the hypotheses that the search finds.
+    """
 
     requests: list[EngineRequest]
     rules: BeamRules
@@ -60,9 +63,9 @@ class _BeamGroup:
         return self.first.sampling.top_logprobs or 0
 
     def roots(self) -> list[EngineRequest]:
-        """Build `width` requests that contain only the prompt.
+        """Build the requests to admit when the search begins: `width` copies of the prompt.
 
-        Admitting them reserves memory for all beams of the search.
+        Admitting all of them reserves memory for every beam of the search.
         """
         return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
 

@@ -22,7 +22,7 @@ from ullage_engine.protocol.requests import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class BeamRules:
-    """The parameters of one search."""
+    """The settings of one beam search: its width, how it scores hypotheses and when it ends."""
 
     width: int
     length_penalty: float

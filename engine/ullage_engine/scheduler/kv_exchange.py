@@ -229,7 +229,10 @@ class KvExchange(Generic[Place]):
             self.give_back(query.number)
 
     def settle(self, query: KvQuery) -> None:
-        """End a query whose copies are planned. Call `report` once the copies are done."""
+        """End a query after the copies of its blocks to the device have been planned.
+
+        Call `report` once the copies are done, so that the server can release the slots.
+        """
         del self._queries[query.number]
 
     def give_back(self, number: int) -> None:

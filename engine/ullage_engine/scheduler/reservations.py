@@ -65,7 +65,11 @@ class BlockReservations:
 
     @property
     def num_available(self) -> int:
-        """Return the number of blocks that a new request may reserve."""
+        """Return the number of blocks that a new request may reserve.
+
+        These are the unreserved blocks, minus those needed for deferred reservations and those
+        withheld from new requests.
+        """
         return max(0, self.num_unreserved - self.num_deferred - self.num_withheld)
 
     def is_granted(self, sequence: Sequence) -> bool:

@@ -243,15 +243,15 @@ class Scheduler:
         self._max_running = max(1, int(self._limits.max_sequences * min(1.0, share)))
 
     def withhold(self, num_bytes: int) -> None:
-        """Withhold available KV memory from new requests. Admitted requests keep their KV.
+        """Set how many KV bytes are withheld from new requests, even if they are available.
 
-        `num_bytes` is the number of KV bytes to withhold. It replaces the number from the previous
-        call.
+        Workers call this if other processes have taken memory. Each call replaces the number from
+        the previous call. Admitted requests keep their KV.
         """
         self._reservations.num_withheld = -(-num_bytes // self._profile.block_bytes)
 
     def end_idle_sessions(self) -> None:
-        """End sessions that have been idle for longer than the configured time."""
+        """Unpin the cached KV of sessions that have been idle for longer than configured."""
         self._cache.sessions.end_idle()
 
     def evict_all(self) -> None:
@@ -299,7 +299,10 @@ class Scheduler:
             self.tiers.keep(planned.transfers)
 
     def is_awaited(self, request_id: str) -> bool:
-        """Return whether the oldest plan in flight still includes this request."""
+        """Return whether the oldest plan in flight still includes this request.
+
+        If the request has been cancelled since the plan was made, nobody awaits its token.
+        """
         return bool(self._in_flight) and request_id in self._in_flight[0].entries
 
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:

@@ -40,7 +40,10 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class ConvState:
-    """A sequence's convolution state after its tokens from `since` to `num_tokens` - 1."""
+    """Where a sequence's convolution state is stored, and from which tokens it was computed.
+
+    The state was computed from the tokens at positions `since` to `num_tokens` - 1.
+    """
 
     slot: int
     num_tokens: int
@@ -62,7 +65,11 @@ class ConvSlots:
 
 @dataclass(slots=True, eq=False)
 class Fork:
-    """A sequence's role among the samples of its prompt. See `ForkGroups`."""
+    """Links a sequence to the other samples of its prompt, which share its prefix.
+
+    One sample, the parent, computes the common prefix. The others, its children, wait for it and
+    then fork from it. See `ForkGroups`.
+    """
 
     parent: "Sequence | None" = None
     """Sample of the same prompt that computes the common prefix for this one.
@@ -113,7 +120,10 @@ class Swapped:
 
 @dataclass(slots=True)
 class Backlog:
-    """Counts the tokens that must still be computed before all sequences can decode."""
+    """Running total of the tokens that must be computed before all sequences can decode.
+
+    All sequences share one instance and update it, so that reading the total is fast.
+    """
 
     num_tokens: int = 0
 
@@ -178,10 +188,11 @@ class Sequence:
         self.request_id = self.request.request_id
 
     def set_computed(self, num_tokens: int) -> None:
-        """Set `num_computed` and update everything that depends on it.
+        """Record that the KV of the first `num_tokens` tokens is computed.
 
-        After a decode, callers may set `num_computed` directly instead: computing one token and
-        appending one changes neither `is_decoding` nor the backlog.
+        This sets `num_computed`, and updates `is_decoding` and the backlog. After a decode, callers
+        may set `num_computed` directly instead, because computing one token and appending one
+        changes neither `is_decoding` nor the backlog.
         """
         before = self.num_prefill
         self.num_computed = num_tokens

@@ -43,7 +43,10 @@ class SchedulerState:
 
     @property
     def is_plain(self) -> bool:
-        """Whether sequences have neither sliding window blocks nor convolution states."""
+        """Whether the model uses neither sliding window blocks nor convolution states.
+
+        If so, a decode needs no preparation while its token fits into an allocated block.
+        """
         return not (self.limits.replay_tokens or self.cache.is_windowed)
 
     def sequences_in_flight(self) -> set[Sequence]:

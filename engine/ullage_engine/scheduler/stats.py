@@ -21,7 +21,7 @@ rate, iterating takes about 1 % of the time."""
 
 
 class WalkLimiter:
-    """Limits how often reports iterate over all sequences to update a statistic."""
+    """Limits how often reports iterate over all sequences, which is slow if there are many."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Create a limiter. `clock` returns the time in seconds."""

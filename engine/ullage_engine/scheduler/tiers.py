@@ -63,7 +63,10 @@ class _Wait:
 
 
 class _Place(NamedTuple):
-    """The location of an offered block in the prefix cache."""
+    """Where a block was cached when it was offered to the server.
+
+    When the server answers, this shows whether the block is still cached there.
+    """
 
     block: int
     content_key: bytes
@@ -186,7 +189,10 @@ class TierTransfers:
         self._waiting[sequence] = _Wait(query, sequence, longest_s, rest_s)
 
     def on_found(self, answer: KvFound) -> None:
-        """Record the answer to a query. If the query has ended, release the slots in the answer."""
+        """Record the server's answer to a query for stored blocks.
+
+        If the query has ended in the meantime, release the slots in the answer.
+        """
         self._exchange.on_found(answer)
 
     def is_waiting(self, sequence: Sequence) -> bool:
@@ -285,7 +291,7 @@ class TierTransfers:
         return moves, Transfers(tuple(slot for slot, _ in stored), read)
 
     def keep(self, transfers: Transfers) -> None:
-        """Save the copies of a plan without chunks, to report them with a later plan."""
+        """Save the copies of a plan without chunks, so that a later plan reports them."""
         self._kept = self._kept.and_those_of(transfers)
 
     def take_kept(self) -> Transfers:

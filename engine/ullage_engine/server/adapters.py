@@ -58,7 +58,7 @@ _FILES = (".json", ".safetensors", ".bin")
 
 
 class WorkerEndedError(Exception):
-    """The worker exited before it replied to a command."""
+    """Raised if the worker exits before it replies to a command."""
 
 
 class AdapterWorker(Protocol):
@@ -197,7 +197,10 @@ class AdapterSet:
     # configuration -------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Delay readiness until the configured adapters have loaded, failed or taken too long."""
+        """Mark the engine as not ready until its adapters have loaded, failed or taken too long.
+
+        If no adapters are configured, nothing is delayed.
+        """
         self._engine_status.set_preparing(bool(self._read()))
 
     async def run(self) -> None:

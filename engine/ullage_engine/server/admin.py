@@ -38,8 +38,8 @@ _PROFILE_KINDS: Mapping[int, Literal["operations", "timeline"]] = {
 class AdminService(admin_rpc.AdminServiceServicer):
     """Drains this engine, injects faults into it and profiles it.
 
-    The service performs no permission checks. If `tickets.required` is set, clients can reach the
-    port, so the service is not available.
+    The service performs no permission checks. It is therefore not served if `tickets.required` is
+    set, because clients can then reach the engine's port.
     """
 
     def __init__(

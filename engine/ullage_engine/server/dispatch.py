@@ -82,7 +82,10 @@ class Dispatcher:
             self._send(worker, submission)
 
     def end_trial(self, worker: WorkerHandle) -> None:
-        """Send the waiting requests if the suspect no longer has to be retried alone."""
+        """Stop holding back other requests once the suspect need not be retried alone any more.
+
+        The suspect is a request that may have killed a worker. Without a suspect, do nothing.
+        """
         if self._suspect is not None and not self._runs_alone(worker, self._suspect):
             self.send_waiting(worker)
 
@@ -199,7 +202,10 @@ class Dispatcher:
                 entry.fail(_memory_short() if is_short else _worker_lost(entry.deaths))
 
     def on_other_fingerprint(self) -> None:
-        """Flag requests that have output as inexact, because the fingerprint has changed."""
+        """Flag partly answered requests as inexact, because the next worker may differ.
+
+        Call this if the next worker's fingerprint differs from the previous worker's.
+        """
         for entry in self._journal.unfinished():
             entry.on_other_fingerprint()
 

@@ -49,7 +49,10 @@ _SINGLE = ("items", "additionalProperties")
 
 
 class Interrupted(Exception):
-    """The compiler was killed from outside, so it is unknown whether the grammar is valid."""
+    """Raised if the grammar compiler was killed from outside.
+
+    It is then unknown whether the grammar is valid.
+    """
 
 
 async def compile_apart(text: str) -> str:

@@ -37,7 +37,11 @@ class HealthScore:
 
 
 class StepTolerances:
-    """Step-time limits that open requests have asked for, in seconds."""
+    """Step-time limits of the open requests, in seconds.
+
+    A request's limit is the longest step with which its answer would still be in time. The engine
+    reports the lowest limit, so that routers do not send it requests that make its steps longer.
+    """
 
     def __init__(self) -> None:
         self._ordered: list[float] = []
@@ -165,7 +169,7 @@ class EngineStatus:
         self._wake()
 
     def stay_out(self, reason: str) -> None:
-        """Stop serving requests permanently."""
+        """Stop serving requests permanently, and report `reason` as why the engine is not ready."""
         self.serving = False
         self.not_ready_reason = reason
         self._wake()

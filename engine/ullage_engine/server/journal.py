@@ -273,7 +273,8 @@ class JournalEntry:
     def on_other_fingerprint(self) -> None:
         """Flag the sample as inexact if this engine has already generated some of its tokens.
 
-        Call this if the next worker's fingerprint differs from the previous worker's.
+        Call this if the next worker's fingerprint differs from the previous worker's. The rest of
+        the answer may then differ from what the previous worker would have generated.
         """
         # For tokens from another engine, the client compares the fingerprints.
         self.is_inexact |= len(self.output_ids) > self.num_restored

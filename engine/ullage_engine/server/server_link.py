@@ -19,7 +19,10 @@ _PREFIX = "worker-"
 
 
 class EndpointError(Exception):
-    """The worker's socket cannot be created. The message is one line that names server.run_dir."""
+    """Raised if the worker's socket cannot be created.
+
+    The message is one line that names server.run_dir.
+    """
 
 
 def endpoint(run_dir: Path, number: int) -> str:

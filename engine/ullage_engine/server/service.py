@@ -88,7 +88,10 @@ class InferenceService(rpc.InferenceServiceServicer):
         self._tokenizer_bundle: TokenizerBundle | None = None
 
     def unservable(self, ready: Ready) -> str:
-        """Return why the loaded tokenizer does not fit the worker's model, or "" if it does."""
+        """Return why the loaded tokenizer cannot serve the worker's model, or "" if it can.
+
+        A model that generates text needs a tokenizer that can convert tokens to text.
+        """
         bundle = self._tokenizer_bundle
         return bundle.token_bytes.problem if bundle and ready.task == "generate" else ""
 

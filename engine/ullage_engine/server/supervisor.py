@@ -93,11 +93,11 @@ class SupervisorError(Exception):
 
 
 class StartError(SupervisorError):
-    """The first worker cannot serve, and restarting it would not help."""
+    """Raised if the first worker reports that it cannot serve, and restarting would not help."""
 
 
 class GaveUpError(SupervisorError):
-    """The restart limit is reached: workers keep dying without serving."""
+    """Raised if the restart limit is reached, because workers keep dying without serving."""
 
 
 class WorkerSupervisor:
@@ -496,10 +496,13 @@ class WorkerSupervisor:
         return is_killed
 
     async def _take_unproven(self, reason: str) -> bool:
-        """Count a startup whose results differ from those of a verified startup.
+        """Count a worker whose startup check failed, and stop serving after too many in a row.
 
-        If there are too many in a row, stop serving, wait for `stop` and return True. Otherwise
-        return False.
+        The check compares the worker's results with those of a verified startup.
+
+        Returns:
+            False if another worker may start. True if the engine has stopped serving, in which case
+            this method returns only once `stop` is called.
 
         Raises:
             GaveUpError: too many startups failed before any worker served.
@@ -524,7 +527,7 @@ class WorkerSupervisor:
 
 
 def _is_group_lost(status: int, ready: Ready | None) -> bool:
-    """Return whether the worker's exit status means that a rank of its group was lost."""
+    """Return whether the exit status means that the worker's engine has lost a rank."""
     has_ranks = ready is not None and len(ready.ranks) > 1
     # NCCL's watchdog aborts the process whose collective failed.
     lost_by = (OUT_OF_MEMORY, HOST_SHORT, -signal.SIGABRT)

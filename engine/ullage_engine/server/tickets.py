@@ -136,10 +136,14 @@ class TicketVerifier:
 
 
 def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
-    """Check that a request is within its ticket's budget, and apply the ticket's settings.
+    """Check a request against its ticket's limits, and set the fields that the ticket decides.
+
+    The ticket limits the prompt's length, the output's length and the number of answers. It
+    decides, for example, the request's priority.
 
     Raises:
-        ServiceError: PERMISSION_DENIED if the request exceeds the budget.
+        ServiceError: PERMISSION_DENIED if the request exceeds a limit, or if its prompt is not
+            given as token ids.
     """
     if request.WhichOneof("input") != "token_ids":
         raise _over("the input", "text", "token ids")

@@ -22,7 +22,9 @@ def families(
     table: Iterable[tuple[CounterName | GaugeName, Callable[[_Owner], float | None]]],
     owners: Collection[tuple[tuple[str, ...], _Owner]],
 ) -> Iterable[Metric]:
-    """Yield a metric family per row of `table`, with one sample per owner that has a value.
+    """Yield one Prometheus metric family per row of `table`, with one sample per owner.
+
+    An owner whose value is None gets no sample.
 
     Args:
         table: pairs of a metric's name and a function that reads its value from an owner.

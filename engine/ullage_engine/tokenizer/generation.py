@@ -164,7 +164,10 @@ Ignoring them is safe, because files that enable the feature are refused.
 
 
 class GenerationError(Exception):
-    """A recommended value is unsupported. The message names the key, the value and the remedy."""
+    """Raised if a sampling parameter that the model's files recommend is not supported.
+
+    The message names the key, the value and the remedy.
+    """
 
 
 def sampling_defaults(config: Values) -> SamplingDefaults:

@@ -69,7 +69,7 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 class UnsupportedTokenizer(Exception):
-    """The metadata describes a tokenizer that cannot be rebuilt.
+    """Raised if a GGUF file's metadata describes a tokenizer that cannot be rebuilt.
 
     The message names the key, its value and the remedy.
     """

@@ -44,7 +44,10 @@ _NO_DEFAULT = (
 
 
 class TokenizerError(Exception):
-    """The model's tokenizer cannot be used. The one-line message names the file and the remedy."""
+    """Raised if the model's tokenizer cannot be used.
+
+    The message is one line that names the file and the remedy.
+    """
 
 
 @dataclass(frozen=True)

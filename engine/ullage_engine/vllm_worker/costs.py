@@ -31,7 +31,10 @@ class BlockCosts:
         return longest
 
     def charged_blocks(self, sequence: VllmSequence) -> int:
-        """Return how many KV blocks a sequence must reserve to hold its `charged_tokens` tokens."""
+        """Return how many KV blocks to reserve for a sequence.
+
+        They hold `charged_tokens` tokens, not counting blocks shared with the sequence's parent.
+        """
         return self.num_blocks(sequence, sequence.charged_tokens)
 
     def num_blocks(self, sequence: VllmSequence, num_tokens: int, *, resumed: bool = False) -> int:

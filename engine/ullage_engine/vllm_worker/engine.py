@@ -36,7 +36,7 @@ _QUEUE_BATCHES = 4
 
 
 class OutOfMemoryFault(Exception):
-    """Injected fault that simulates an out-of-memory error in a vLLM step."""
+    """Raised in a vLLM step to simulate an out-of-memory error that was injected on purpose."""
 
 
 class VllmEngine:

@@ -12,7 +12,7 @@ from ullage_engine.protocol.requests import EngineRequest, TokenLogprobs
 
 
 class InvalidRequestError(Exception):
-    """vLLM rejects a request's parameters. The message is one line for the client."""
+    """Raised if vLLM rejects a request's parameters. The message is one line for the client."""
 
     def __init__(self, message: str, field: str) -> None:
         """Create an error about the request field `field`."""
@@ -21,7 +21,7 @@ class InvalidRequestError(Exception):
 
 
 class AdapterError(Exception):
-    """An adapter cannot be loaded. The message is one line for the client."""
+    """Raised if a LoRA adapter cannot be loaded. The message is one line for the client."""
 
     field = "model"
     """Request field reported as the cause, since an empty field would blame the engine."""

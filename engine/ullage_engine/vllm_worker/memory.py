@@ -213,7 +213,11 @@ class StartMemory:
         ]
 
     def settle(self, core: vllm_core.VllmCore) -> None:
-        """Record in the ledger how much memory is in use after startup."""
+        """Complete the ledger with the memory that vLLM has taken by the end of startup.
+
+        This records the KV pool. For a model without KV, it also records the model and the safety
+        reserve, because vLLM has not asked for a pool size.
+        """
         if "model" not in {each.name for each in self.ledger.states()}:
             # vLLM does not ask for a pool size if the model has no KV.
             adapter_bytes = core.blank_slots()

@@ -55,7 +55,11 @@ class MemoryLimits(msgspec.Struct, frozen=True):
 
 
 def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
-    """Return the limits for the next worker, after one that took `taken` ran out of memory."""
+    """Return lower limits for the next worker, after one that took `taken` ran out of memory.
+
+    The KV pool shrinks by an eighth and the prompt tokens per step by half, but neither falls below
+    its minimum. The memory that the KV pool gives up is kept free.
+    """
     kv_bytes = max(int(taken.kv_bytes * _POOL_SHARE), min(taken.least_kv_bytes, taken.kv_bytes))
     chunk_tokens = limits.chunk_tokens
     if taken.chunk_tokens:
@@ -148,7 +152,10 @@ class OomBackoff:
         self._write()
 
     def take_unreported(self) -> int:
-        """Return the number of unreported out-of-memory errors, and reset it to 0."""
+        """Return how many out-of-memory errors no worker has reported to the server yet.
+
+        The count is reset to 0.
+        """
         num_events = self._history.num_unreported
         self._history.num_unreported = 0
         if num_events:

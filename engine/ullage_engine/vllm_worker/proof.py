@@ -228,7 +228,10 @@ def _proofs(tensors: Sequence[dict[str, str]], outputs: Iterable[CoreOutput]) ->
 
 
 def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
-    """Return one row of log-probabilities per token, or one row of values per embedding."""
+    """Convert a probe's outputs to rows of numbers that can be compared.
+
+    A row holds the log-probabilities for one token, or the values of one embedding.
+    """
     rows: list[list[float]] = []
     for output in outputs:
         if output.embedding:

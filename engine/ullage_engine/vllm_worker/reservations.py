@@ -225,9 +225,9 @@ class Reservations:
     # --------------------------------------------------------------------------------------------
 
     def _forget_sums(self) -> None:
-        """Invalidate the cached sums.
+        """Discard the cached values of `num_committed` and `num_reclaimable`.
 
-        The sums change after each step, when a request ends, and when a prefix is pinned or
+        They change after each step, when a request ends, and when a prefix is pinned or
         released.
         """
         self._known_committed = self._known_reclaimable = None

@@ -58,7 +58,7 @@ class RunQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences that hold no blocks in vLLM."""
+        """Number of waiting sequences, which are those that hold no blocks in vLLM."""
         num_held = self._core.blocks.num_held
         return sum(
             not (each.is_running and num_held(each.request_id)) for each in self.by_id.values()
@@ -102,7 +102,11 @@ class RunQueue:
         return self._reservations.reserve(sequence.request_id, num_blocks, spared)
 
     def defer(self, sequence: VllmSequence) -> None:
-        """Detach a sequence from its parent and children, and queue it until it can start."""
+        """Queue a sequence until it can start by itself, independently of other samples.
+
+        This clears its `parent`, the sample whose prompt it was waiting for, and its `children`,
+        the samples that were waiting for its own prompt.
+        """
         sequence.parent = None
         sequence.children = []
         bisect.insort(self.deferred, sequence, key=rank_of)

@@ -143,10 +143,11 @@ class StartedVllm:
         log.info("worker serves %s with vLLM %s", self.name, vllm_core.VERSION, extra=facts)
 
     def on_failed_step(self, error: Exception) -> None:
-        """Record for the next worker why this worker is exiting.
+        """Record a failed step, so that the next worker knows why this worker is exiting.
 
         Raises:
-            MemoryShortError: memory ran out while other processes held part of the device's memory.
+            MemoryShortError: the step ran out of memory while other processes held part of the
+                device's memory.
         """
         self.backoff.on_failed_step(error)
         if is_out_of_memory(error) and (missing := self.free_memory.missing_bytes()):
@@ -277,7 +278,10 @@ def _prove(
 
 
 def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
-    """Return how much memory this worker took. The next worker's limits are derived from it."""
+    """Return the sizes of this worker's KV pool and prompt chunks, and their lower bounds.
+
+    If this worker runs out of memory, the next worker's limits are derived from them.
+    """
     longest = core.max_model_len + core.lookahead_tokens
     # The pool never hands out one of its blocks.
     num_blocks = sample_blocks(profile, longest) + 1 if profile.block_bytes else 0

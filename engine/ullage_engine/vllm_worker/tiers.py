@@ -30,7 +30,7 @@ from ullage_kv.keys import extend_keys
 
 
 class TiersRefusedError(Exception):
-    """The model's KV blocks cannot be copied to tiers. The message gives the reason."""
+    """Raised if the model's KV blocks cannot be copied to tiers. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,16 @@ class ConnectorTransfers:
 
     @property
     def has_granted(self) -> bool:
-        """Whether any blocks are waiting to be copied to slots."""
+        """Whether the server has granted slots to blocks that have not been copied to them yet."""
         return self._exchange.has_granted
 
     @property
     def has_moves(self) -> bool:
-        """Whether copies must be made or reported, even if no request needs a step."""
+        """Whether block copies require a step, even if no request needs one.
+
+        This is the case while granted blocks are waiting to be copied, or while the copies of an
+        earlier step have not been reported to the server.
+        """
         return self._exchange.has_granted or bool(self._steps)
 
     # requests ------------------------------------------------------------------------------------

@@ -80,10 +80,11 @@ class GpuAtStart(NamedTuple):
 
 
 def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
-    """Return a rank's GPU and its memory as reported by the driver, or None on a CPU.
+    """Return a rank's GPU and its free memory at startup, or None on a CPU.
 
-    The result is also None if the driver does not report the memory. Call this before anything uses
-    the GPU, because creating a CUDA context takes up GPU memory.
+    The free memory is measured once exited processes have released theirs. The result is also None
+    if the driver does not report the memory. Call this before anything uses the GPU, because
+    creating a CUDA context takes up GPU memory.
     """
     if config.device == "cpu" or not torch.cuda.is_available():
         return None
@@ -323,7 +324,9 @@ class MemoryMeter:
         return False
 
     def _probe(self, driver: GpuAtStart) -> int | None:
-        """Allocate a probe to find this process in the driver's list of processes.
+        """Find this process in the driver's list of processes by briefly allocating GPU memory.
+
+        The process whose memory usage grows and shrinks accordingly is this one.
 
         Returns:
             The process id in the list, or None if the process was not found.

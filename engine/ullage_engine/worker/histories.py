@@ -24,9 +24,9 @@ A running request is in every plan, or in one out of N consecutive plans if N pl
 
 
 class _Recent(Generic[T]):
-    """Stores a value for each recently planned request.
+    """Stores a value for each request that was part of a recent step plan.
 
-    Rank 0 and the rank that samples evict the same requests.
+    Rank 0 and the rank that samples each have an instance. Both drop the same requests.
     """
 
     def __init__(self, max_requests: int) -> None:

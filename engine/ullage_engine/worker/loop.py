@@ -522,7 +522,11 @@ class Worker:
         self._log_at = self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
-        """Return the worker's state with its pressure level, and set the batch size to match."""
+        """Measure the worker's state, rate its memory pressure, and limit the batch accordingly.
+
+        Returns:
+            The worker's state, including the pressure level.
+        """
         state = self._pressure.judge(self._started.state())
         if self._profile:
             self._profile.on_state(state)

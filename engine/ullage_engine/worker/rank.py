@@ -324,7 +324,10 @@ class RankStartup:
 
     @cached_property
     def kv_type(self) -> torch.dtype:
-        """Data type of stored keys and values, unless they are stored as float8."""
+        """Data type in which keys and values are stored if `model.kv_dtype` is not float8.
+
+        If `model.dtype` is `auto`, it depends on whether the C++ library computes steps.
+        """
         if self.config.model.dtype != "auto":
             return self.dtype
         return auto_kv_type(self.library_refusal, self.dtype)
@@ -798,7 +801,13 @@ class RankStartup:
         return ProofFile(Path(self.config.server.weights_dir), self.weights_key, facts)
 
     def _check_prices(self, kv_pool_bytes: int) -> None:
-        """Check that allocations match the cost formulas that admission and the router use."""
+        """Check that the allocated buffers are as large as the cost formulas predict.
+
+        Admission and the router use the same formulas to calculate how much requests cost.
+
+        Raises:
+            WorkerStartError: an allocation does not match its formula.
+        """
         allocated = self.runner.allocated_bytes()
         if self.layout.world > 1:
             # Parts of a mapped file count with their own bytes, not with those of the whole file.
@@ -818,11 +827,12 @@ class RankStartup:
             raise WorkerStartError(error)
 
     def _settle_workspace(self) -> None:
-        """Record the final size of the workspace in bytes.
+        """Record in the ledger how many bytes the workspace finally takes up.
 
-        The KV pool may have taken over freed parts of the workspace. If more bytes are in use than
-        were reserved for the workspace, for example by the pool's bookkeeping, the excess is
-        recorded as staging.
+        These are the bytes that this process uses and that no other ledger entry accounts for. The
+        KV pool may have taken over freed parts of the workspace. If more bytes are in use than were
+        reserved for the workspace, for example by the pool's bookkeeping, the excess is recorded
+        under the ledger entry `staging`.
         """
         entries = {entry.name: entry for entry in self.ledger.states()}
         workspace = entries["workspace"]

@@ -93,7 +93,8 @@ class Allocate(GroupMessage, frozen=True):
 class Finalize(GroupMessage, frozen=True):
     """Command to run the largest steps on the KV pool, and to compute the rank's proof.
 
-    The answer contains the proof and the ledger.
+    The answer contains the ledger and the proof, by which later starts check that they compute the
+    same results.
     """
 
     verifies: bool = False

@@ -366,9 +366,9 @@ def _grammars(own: RankStartup) -> Grammars:
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
-    """Return a ledger for reports, in which each reservation is the sum over all ranks.
+    """Combine all ranks' ledgers into one for reports, by summing each reservation over the ranks.
 
-    Each rank still has its own budget.
+    The sum does not mean that ranks share memory. Each rank still has its own budget.
     """
     total = own.total_bytes + sum(answer.total_bytes for answer in others)
     ledger = Ledger(total, own.threshold, configurable=True)

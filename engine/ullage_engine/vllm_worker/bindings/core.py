@@ -187,9 +187,10 @@ slots, and the bytes that were free on each rank's GPU before the weights were l
 def _sized_executor(
     base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
 ) -> type[Executor]:
-    """Return a subclass of a vLLM executor in which `size_pool` sizes the KV pool.
+    """Return a subclass of a vLLM executor that lets `size_pool` choose the size of the KV pool.
 
-    On shutdown, the executor kills its ranks.
+    The executor calls `on_stage` when a startup stage begins. On shutdown, it kills its ranks,
+    which have nothing to save.
     """
 
     class SizedExecutor(base):  # type: ignore[misc]
@@ -221,7 +222,7 @@ def _sized_executor(
 
 
 def _blank_slots(executor: Executor) -> int:
-    """Make all ranks' adapter slots resident in memory, and return their total size in bytes."""
+    """Zero all ranks' adapter slots to make them resident, and return their size in bytes."""
     return sum(executor.collective_rpc("ullage_blank_slots")) if executor.lora_config else 0
 
 
@@ -370,7 +371,7 @@ class VllmCore:
             )
 
     def blank_slots(self) -> int:
-        """Make all ranks' adapter slots resident in memory, and return their total size in bytes.
+        """Zero all ranks' adapter slots to make them resident, and return their size in bytes.
 
         Call this only while no adapter is loaded.
         """
@@ -528,7 +529,9 @@ class VllmCore:
             self._tiers.add(internal, request)
 
     def _check(self, request: EngineRequest) -> None:
-        """Reject requests that would otherwise break vLLM in a later step.
+        """Reject a request if its adapter, its token ids or its grammar is invalid.
+
+        Such a request would otherwise break vLLM in a later step.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -703,7 +706,10 @@ class VllmCore:
         raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
 
     def _drop_prefixes(self) -> None:
-        """Compute steps until no request holds any blocks, and then clear the prefix cache."""
+        """Clear the prefix cache, which contains the probe's KV.
+
+        First compute steps until no request holds any blocks.
+        """
         if not self.has_prefix_cache:
             return
         for _ in range(_PROBE_STEPS):

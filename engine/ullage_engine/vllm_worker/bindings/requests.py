@@ -51,7 +51,10 @@ class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class GrammarMasks:
-    """Stands in for vLLM's grammar backend, which vLLM uses only to allocate token masks."""
+    """Replaces vLLM's grammar backend, which vLLM then uses only to allocate token masks.
+
+    `Grammar` matches the answers.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -157,6 +160,6 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
 
 
 def unmatched(reason: str) -> str:
-    """Return the error message for the client of a request whose grammar failed."""
+    """Return the error message that tells a client why its grammar cannot be followed."""
     line = " ".join(reason.split())[:300]
     return f"the grammar cannot be followed: {line}; simplify it"
