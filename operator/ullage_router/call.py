@@ -225,7 +225,10 @@ class EngineStream(Protocol):
 
 
 class ResponseStream(Protocol):
-    """The stream of an answer whose first token has arrived."""
+    """The complete answer to a request, as a stream whose first token has already arrived.
+
+    Unlike an `EngineStream`, it is not tied to a single engine.
+    """
 
     @property
     def accepted(self) -> inference_pb2.Accepted:
@@ -261,7 +264,7 @@ def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
 
 
 def num_samples(samples: inference_pb2.Samples) -> int:
-    """Return how many answers the engine generates, of which it may return only some."""
+    """Return how many alternative answers the engine generates. It may return only some of them."""
     return max(1, samples.n, samples.best_of, samples.beam.width)
 
 

@@ -185,7 +185,10 @@ def _record_id(request_id: str) -> str:
 
 
 def _path(metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the cascades that have forwarded the request so far."""
+    """Return the names of the cascades that have forwarded the request so far, from its metadata.
+
+    They are used to detect cascades that form a loop.
+    """
     value = metadata.get(PATH_KEY)
     return tuple(value.split(",")) if value else ()
 

@@ -223,8 +223,9 @@ class Admission:
         )
 
     def _seen_by(self, call: Call) -> Deferrals:
-        """Return the recently refused requests whose retries take precedence over this request.
+        """Return the request's view of recently refused requests.
 
+        The view tells how much memory to leave for retries that take precedence over this request.
         Refused clients are told to retry after a delay. Until then, later requests should not take
         the memory that a retry will need.
         """
@@ -305,7 +306,10 @@ class Admission:
         return passes(self.facts(request), views, self.policy)
 
     def _still_refusing(self, request: AdmissionRequest) -> frozenset[str]:
-        """Return the keys of engines that have sent no report since they refused the request."""
+        """Return the keys of engines that would probably refuse the request again.
+
+        These are the engines that have sent no new report since they refused it.
+        """
         engines = ((self._engines.get(key), then) for key, then in request.refused_by.items())
         return frozenset(e.key for e, then in engines if e and e.reports == then)
 

@@ -41,7 +41,7 @@ class Amounts(NamedTuple):
     """Router memory that the entries' prompts use, in bytes."""
 
     def plus(self, waiter: "Waiter", sign: int = 1) -> "Amounts":
-        """Return the amounts with a request added, or removed if `sign` is -1."""
+        """Return these amounts plus those of one request, or minus them if `sign` is -1."""
         return Amounts(
             self.requests + sign,
             self.size + sign * waiter.size,
@@ -51,7 +51,7 @@ class Amounts(NamedTuple):
 
 @dataclass(slots=True)
 class _Holding:
-    """One tenant's queue entries and their total amounts."""
+    """One tenant's queue entries, and how much of each limited resource they use in total."""
 
     weight: float
     amounts: Amounts = Amounts()  # noqa: RUF009 - immutable

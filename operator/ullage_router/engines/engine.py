@@ -445,9 +445,13 @@ class Engine:
         return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Return the totals of uncharged reservations for the caller `holder` and for all callers.
+        """Return how much is reserved without charge, for one caller and for all callers.
 
-        A reservation counts only until the engine's reports include its request.
+        No tenant is charged for these reservations. Each counts only until the engine's reports
+        include its request.
+
+        Args:
+            holder: the caller, as in `reserve`.
         """
         return self._credit.held(holder), self._credit.held_by_all
 
@@ -645,5 +649,8 @@ class Engine:
 
 @functools.lru_cache(maxsize=64)
 def _shared(profile: MemoryProfile) -> MemoryProfile:
-    """Return the same object for equal profiles, because decisions compare profiles by identity."""
+    """Return one shared object for all equal profiles.
+
+    Decisions compare profiles by identity.
+    """
     return profile

@@ -14,7 +14,7 @@ An unused model, such as a former canary's, may be needed again later.
 
 
 class ModelCache:
-    """Caches models by fingerprint.
+    """Caches loaded models by fingerprint, including a few that no engine uses any more.
 
     Args:
         trusts_special_tokens: whether special tokens that are spelled out in client text are

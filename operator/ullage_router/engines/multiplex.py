@@ -51,9 +51,10 @@ class StreamLoss:
         self._counted: set[str] = set()
 
     def is_first(self, account: str) -> bool:
-        """Return True on the first call for `account`, and False on later calls.
+        """Return whether this is the first time that the loss is counted for `account`.
 
-        A lost stream fails many calls, but each account then counts the loss only once.
+        A lost stream fails many calls. Each of them asks, so that each account counts the loss only
+        once.
 
         Args:
             account: what the loss is counted for, such as `breaker` or `retries`.

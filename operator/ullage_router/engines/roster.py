@@ -139,7 +139,10 @@ class Roster:
         return frozenset[str]().union(*(a for state, _, a in states if state is RECOVERING))
 
     def is_right_about(self, engine: "Engine") -> bool:
-        """Return whether the engine's current state is the same as in this snapshot."""
+        """Return whether the engine's current state is the same as in this snapshot.
+
+        If it is not, the roster must be rebuilt.
+        """
         return self._states.get(engine) == _state_of(engine)
 
     def is_ready(self, side: Side, adapter: str = "") -> bool:

@@ -102,7 +102,7 @@ class ConnectionState(ServerState):
 
 
 class Cycle(RequestResponseCycle):
-    """A request and its reply.
+    """Handles one HTTP request and writes its reply, in place of uvicorn's own class.
 
     A reply's headers are sent together with the first part of the body. Parts of the body that are
     written in the same event loop iteration are combined. All headers are written by this program,

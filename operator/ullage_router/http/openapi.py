@@ -318,7 +318,7 @@ class Schemas:
         return schema
 
     def _complete(self, name: str) -> None:
-        """Replace the schemas of those fields of a structure whose Python types are imprecise.
+        """Replace the schemas of fields whose Python types do not describe the allowed JSON.
 
         These are the fields that are decoded later and the unsupported fields.
         """

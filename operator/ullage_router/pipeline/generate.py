@@ -405,7 +405,10 @@ class _OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._deadline.token_timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Return a timeout event if the answer ran out of time on an engine that still responds.
+        """Return the answer's last event after a read error, or raise an error if there is none.
+
+        There is such an event, a timeout, if the answer ran out of time on an engine that still
+        responds. The client then keeps the tokens that were generated.
 
         Raises:
             ServiceError: the engine failed or is silent.

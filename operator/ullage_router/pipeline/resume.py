@@ -55,7 +55,10 @@ Its arguments are the cause of the loss, and whether the answer was `resumed` or
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resumer:
-    """The components and state shared by all attempts to resume answers."""
+    """What all takeovers share: components of the router, and the engines that run suspects.
+
+    A suspect is a request that may have crashed engines.
+    """
 
     admission: Admission
     send: Send

@@ -61,9 +61,9 @@ class PromptSums:
 
 
 class Held(NamedTuple):
-    """Totals of uncharged reservations that the engine's last report might not include.
+    """Totals of an engine's reservations that `Pick` made without charging a tenant.
 
-    A reservation is uncharged if `Pick` made it without charging a tenant.
+    Only reservations that the engine's last report might not include are counted.
     """
 
     requests: int = 0
@@ -165,7 +165,7 @@ class CreditBook:
         return limits[0][0] if limits else math.inf
 
     def held(self, holder: str) -> Held:
-        """Return the totals of the uncharged reservations that a caller of `Pick` holds."""
+        """Return the totals of one `Pick` caller's reservations for which no tenant was charged."""
         return self._held.get(holder, NOTHING_HELD)
 
     def reserve(

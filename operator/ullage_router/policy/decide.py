@@ -190,7 +190,11 @@ class _LadderRun:
         return self._on_one_of(fits, self.home_reason) if fits else None
 
     def runs_before_waiting(self) -> bool:
-        """Return whether the request would run now, at home or elsewhere, instead of waiting."""
+        """Return whether the request can run now, at home or in another pool, instead of waiting.
+
+        Another pool counts only if the policy lists `route`. It must be listed before `queue`,
+        unless the home pool has no usable engine.
+        """
         if self.at_home():
             return True
         ladder = self.policy.ladder
@@ -334,11 +338,11 @@ class _LadderRun:
         return self._run(engine, max_tokens, reason, self._choices(engine, max_tokens))
 
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
-        """Return the request's KV bytes on each engine to which the prefill window may move it.
+        """Return the engines to which the request may still be moved, with its KV bytes on each.
 
-        The prefill window rebalances prompts across engines. The result is empty if the prompt
-        will be computed soon or is cached, because moving it would gain nothing. It is also empty
-        if other requests are waiting for the chosen engine.
+        The prefill window may move prompts to balance the engines. The result is empty if the
+        prompt will be computed soon or is cached, because moving it would gain nothing. It is also
+        empty if other requests are waiting for the chosen engine.
         """
         is_soon = not 0 < self.policy.prefill.window <= engine.backlog_s
         if is_soon or engine.id == self.facts.preferred or engine.id in self.facts.claimed:
@@ -453,6 +457,9 @@ class _LadderRun:
             comes_back: whether the client is refused and retries at that time, instead of waiting
                 in the queue.
             is_first: whether to ignore the requests that are waiting ahead of this one.
+
+        Returns:
+            Infinity if no predicted release is soon enough. None if no release is predicted.
         """
         facts = self.facts
         limits = replace(facts.limits, waited_s=0.0) if comes_back else facts.limits

@@ -119,13 +119,16 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def explanation(self) -> dict[str, str]:
-        """The decision in the form that error details use (empty if there is no decision)."""
+        """The action, route and trail, as metadata of an error (empty if there is no decision)."""
         if not self.action:
             return {}
         return {"action": self.action, "route": self.route, "trail": ", ".join(self.trail)}
 
     def next_trail(self, step: str, reason: str) -> tuple[str, ...]:
-        """Return the trail with a step appended, dropping middle steps if it becomes too long."""
+        """Return the trail, which lists the steps taken so far, with a step appended.
+
+        If the trail becomes too long, `...` replaces its middle steps.
+        """
         trail = (*self.trail, f"{step}={reason}")
         return trail if len(trail) <= KEPT_STEPS else (*trail[: KEPT_STEPS - 2], "...", trail[-1])
 

@@ -83,9 +83,9 @@ class DeferralBook:
         return ahead
 
     def returns(self, pool: str, now: float) -> Mapping[int, int]:
-        """Return the bytes that a pool's refused requests need, keyed by seconds until retry.
+        """Return how many KV bytes a pool's refused requests will need when they are retried.
 
-        The keys are whole seconds.
+        The keys are whole seconds from now until the retries. The values are bytes.
         """
         result: dict[int, int] = {}
         for second, sizes in self._due.items():
@@ -96,7 +96,10 @@ class DeferralBook:
 
 
 class Deferrals(NamedTuple):
-    """One request's view of earlier refusals, which matters only if it is refused as well."""
+    """Tells one request how much memory earlier refused requests need, and when they retry.
+
+    If this request is refused as well, these values determine its Retry-After.
+    """
 
     book: DeferralBook
     now: float = 0.0
@@ -109,9 +112,9 @@ class Deferrals(NamedTuple):
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:
-        """Return the bytes that a pool's refused requests need, keyed by seconds until retry.
+        """Return how many KV bytes a pool's refused requests will need when they are retried.
 
-        The keys are whole seconds.
+        The keys are whole seconds from now until the retries. The values are bytes.
         """
         return self.book.returns(pool, self.now)
 

@@ -236,7 +236,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
 
 
 class RoutingPolicy(msgspec.Struct, frozen=True):
-    """The configured rules that decisions follow."""
+    """The configured rules for choosing a request's pool, engine and fallbacks."""
 
     pools: tuple[str, ...]
     """The pools of the service, in order of preference."""

@@ -110,7 +110,10 @@ class Quota(msgspec.Struct, frozen=True):
         return replace(entered, requests=self.requests.take(count, now))
 
     def enter_paid(self, count: int = 1) -> "Quota | Shortage":
-        """Admit requests like `enter`, but without counting them against the rate limit."""
+        """Admit requests like `enter`, but without counting them against the rate limit.
+
+        This is for requests that an earlier ticket may already have paid for.
+        """
         if self.concurrency is not None and self.active + count > self.concurrency:
             return Shortage("concurrency", self.concurrency, None)
         return replace(self, active=self.active + count)

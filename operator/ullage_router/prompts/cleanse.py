@@ -72,7 +72,10 @@ def cleanse_turns(turns: Sequence[Turn], rules: CleanseSection) -> tuple[list[Tu
 
 
 def cleanse(text: str, rules: CleanseSection) -> str:
-    """Cleanse the text according to the rules. This function is idempotent."""
+    """Shorten the text by the enabled rules. Cleansing the result again does not change it.
+
+    JSON is returned unchanged.
+    """
     if not rules.is_any or _is_json(text):
         return text
     if rules.html and looks_like_html(text):
@@ -84,7 +87,10 @@ def cleanse(text: str, rules: CleanseSection) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Return the text without the whitespace and invisible characters that cleansing may remove."""
+    """Return the text without the whitespace and invisible characters that cleansing may remove.
+
+    The result shows whether a text would be too long even after cleansing.
+    """
     return _HIDDEN_OR_BLANK.sub(_squeeze, text)
 
 

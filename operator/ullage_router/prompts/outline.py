@@ -167,9 +167,9 @@ class Outline:
 def written(
     model: Model, turns: Sequence[Turn], use: ToolUse, arguments: Mapping[str, Any], size: int
 ) -> list[Stretch]:
-    """Return long stretches of text that the template will definitely write.
+    """Return long stretches of the conversation that are certain to be in the rendered prompt.
 
-    The list may be incomplete.
+    They are found by rendering an outline instead of the conversation. The list may be incomplete.
 
     Args:
         size: number of characters of the conversation.
@@ -186,7 +186,7 @@ def written(
 
 
 def are_more(model: Model, texts: Iterable[str], most: int) -> bool:
-    """Return True if the texts definitely have more than `most` tokens in total.
+    """Return whether the texts are certain to have more than `most` tokens in total.
 
     Raises:
         PromptError: one of the texts cannot be tokenised.

@@ -70,11 +70,11 @@ class Prompt(msgspec.Struct, frozen=True):
         return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
-        """Return whether turns may be dropped. Dropping is tried only once."""
+        """Return whether turns may be dropped to shorten the prompt. This is tried only once."""
         return not self.is_spent and bool(droppable(self.turns, keep_turns))
 
     def render(self, turns: Sequence[Turn]) -> Sequence[int]:
-        """Return the token ids of another conversation, using the same tools and variables."""
+        """Render other turns to token ids, with this prompt's tools and template variables."""
         use = self.tool_use
         return self.model.render(turns, use.tools, use.opening, self.arguments)
 
@@ -251,7 +251,12 @@ class PromptBuilder:
     async def _cleansed(
         self, turns: tuple[Turn, ...], size: int, tenant: str
     ) -> tuple[tuple[Turn, ...], tuple[str, ...]]:
-        """Return the cleansed turns, and the changes to record."""
+        """Shorten the turns by the configured cleansing rules (`cleanse.py`).
+
+        Returns:
+            The shortened turns, and the change that is reported to the client, such as
+            `cleansed_chars=120` (empty if no characters were saved).
+        """
         if not self._rules.is_any:
             return turns, ()
         cleansed, saved = await self._threads.run(
@@ -309,7 +314,10 @@ def _check_calls(messages: inference_pb2.Messages) -> None:
 
 
 def _arguments(model: Model, text: str, is_cascade: bool) -> Mapping[str, Any]:
-    """Return the variables for the chat template (empty for a model without a template)."""
+    """Read the variables that the request passes to the chat template from their JSON text.
+
+    Return no variables for a model without a template.
+    """
     if not text or model.template is None:
         return {}
     return read_arguments(text, model.template, "chat_template_kwargs", is_cascade)

@@ -171,9 +171,9 @@ class Canary:
 
 
 def trial(canary: CanarySection | None) -> str:
-    """Return a name for the current trial (empty while the canary gets no requests).
+    """Return a name for the current trial, which is one canary at one rollout step.
 
-    The name does not include the canary's percentage of requests, because that depends on the
-    pools' sizes and may change during a step.
+    The name is empty while the canary gets no requests. It does not include the canary's percentage
+    of requests, because that depends on the pools' sizes and may change during a step.
     """
     return f"{canary.revision}/{canary.step}" if canary and canary.weight else ""

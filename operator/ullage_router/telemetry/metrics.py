@@ -47,15 +47,21 @@ class Metrics:
         self._sides = names.REVISION_REQUESTS.counts(registry)
 
     def watch_wanted_requests(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export the demand for pools that may be scaled to zero, calling `read` at each scrape."""
+        """Export how many requests want each of these pools, which may be scaled to zero.
+
+        Args:
+            pools: names of the pools.
+            read: returns a pool's current value. It is called at each scrape.
+        """
         gauge = names.WANTED_REQUESTS.register(self.registry)
         for pool in pools:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
     def watch_fingerprints(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export the number of distinct fingerprints in each pool, calling `read` at each scrape.
+        """Export how many different fingerprints the engines of each pool have.
 
-        More than one means that the pool's engines may produce different results.
+        Engines with different fingerprints may produce different results. `read` returns the number
+        for a pool, and is called at each scrape.
         """
         gauge = names.FINGERPRINTS.register(self.registry)
         for pool in pools:
@@ -66,7 +72,7 @@ class Metrics:
         name.register(self.registry).set_function(read)
 
     def count(self, name: CounterName, read: Callable[[], float]) -> None:
-        """Export a counter that is kept elsewhere and read by calling `read` at each scrape."""
+        """Export a counter that is kept elsewhere, calling `read` for its value at each scrape."""
 
         def families() -> Iterable[CounterMetricFamily]:
             family = name.family()

@@ -29,10 +29,10 @@ class Account:
     """Number of requests refused by each limit."""
 
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
-        """Apply an operation to the quota.
+        """Replace the quota with the result of `step`, unless `step` reports a shortage.
 
         Returns:
-            The shortage if too little quota is left, or None if the operation succeeded.
+            The shortage if too little quota is left, or None if the quota was replaced.
         """
         result = step(self.quota)
         if isinstance(result, Shortage):

@@ -14,7 +14,10 @@ from ullage_router.tenants.account import Account
 
 
 class Billing(Protocol):
-    """Protocol for charging a session's identical requests to the tenant's quota."""
+    """Protocol for charging the identical requests of one session to the tenant's quota.
+
+    `AdvanceBilling` charges requests when they start, and `DeferredBilling` when they end.
+    """
 
     @property
     def num_active(self) -> int:
@@ -106,9 +109,10 @@ class AdvanceBilling:
 
 
 class DeferredBilling:
-    """Billing for a request that continues the answer of an earlier ticket.
+    """Billing for a request that continues an answer for which a ticket may have paid.
 
-    The request is charged only when it ends. If the ticket's engine was lost, the request is free,
+    A client sends such a request when it loses the ticket's engine in the middle of an answer. The
+    request is charged only when it ends. If the ticket's engine was lost, the request is free,
     because the earlier ticket has paid for it. Whether the engine was really lost is known only
     when the request ends. Until then, the request counts only against the limit on concurrent
     requests.

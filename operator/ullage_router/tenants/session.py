@@ -38,9 +38,9 @@ class TenantSession:
         return TenantSession(self._account, self._metrics)
 
     def prepay(self, was_paid: Callable[[], bool]) -> None:
-        """Charge the session's requests only when they end, instead of in advance.
+        """Charge the requests only when they end, and only if no earlier ticket paid for them.
 
-        The requests are free if an earlier ticket has paid for them.
+        By default, requests are charged in advance.
 
         Args:
             was_paid: returns whether a ticket has paid. It is called when the requests end.

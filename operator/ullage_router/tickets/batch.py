@@ -101,9 +101,10 @@ class PickBatch:
                 group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
-        """Return how many of `count` identical requests to place, at most, with one decision.
+        """Return how many identical requests a single decision may place on an engine.
 
-        Placing the requests in several groups spreads them across the engines.
+        The `count` requests are placed in several groups of at most this size, so that they are
+        spread across the engines.
         """
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())

@@ -167,7 +167,10 @@ class OpenTickets:
 
 
 class _Freed:
-    """Collects ended ticket uses, so that waiting requests are woken only once per engine."""
+    """Collects the ticket uses that end in one pass, with their reserved memory by engine.
+
+    Each engine's memory is then freed at once, so waiting requests are woken only once per engine.
+    """
 
     def __init__(self) -> None:
         self.credits: dict[Engine, list[Credit]] = {}

@@ -106,13 +106,17 @@ class _PendingPick:
     """Limits on the caller's unused free tickets, or None if the caller pays for its tickets."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
-        """Return the charge for each ticket use, or None if there are no tenants."""
+        """Return what each ticket use costs and who pays for it, or None without tenants."""
         if self.session is None:
             return None
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
 
     def leave(self, error: ServiceError) -> None:
-        """Refund the quota of the remaining requests, all of which are refused with this error."""
+        """Undo the quota's charge for the remaining requests, which are refused with this error.
+
+        The client resends them through `Generate`, which counts them again. The refusals are
+        recorded in the tenant's metrics.
+        """
         if self.session:
             status = errors.http_status(error)
             entered = self.entered or 1

@@ -59,16 +59,18 @@ class PaidTickets:
     def prepay(
         self, ticket: str, session: TenantSession, size: tuple[int, int, int]
     ) -> Claims | None:
-        """Return the ticket's claims if the ticket paid for the request, or None otherwise.
+        """Check whether a ticket paid for a request. If so, do not charge the session in advance.
 
-        If the ticket paid, the session is not charged in advance. When the request ends, it is
-        charged only if the ticket's engine was not lost after all.
+        When such a request ends, it is charged only if the ticket's engine was not lost after all.
 
         Args:
             ticket: The ticket as the client sent it.
             session: The tenant session of the request.
             size: The request's prompt tokens, maximum output tokens per answer, and number of
                 answers. An output limit of 0 means the service's limit, which no ticket covers.
+
+        Returns:
+            The ticket's claims, or None if the ticket did not pay for the request.
         """
         claims = self._find(ticket, session.name, size)
         if claims:

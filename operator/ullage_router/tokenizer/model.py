@@ -208,9 +208,10 @@ def fingerprint(response: inference_pb2.GetModelResponse) -> str:
 
 
 def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
-    """Return the parts of the fingerprint that engines of version 0.1.0 do not report.
+    """Return the data that releases after 0.1.0 have added to the fingerprint.
 
-    Empty fields are omitted, so that these engines keep the same fingerprint.
+    Engines of version 0.1.0 do not report these fields. Empty fields are omitted, so that the
+    fingerprint of such an engine does not change.
     """
     defaults = response.sampling_defaults.SerializeToString(deterministic=True)
     parts = {

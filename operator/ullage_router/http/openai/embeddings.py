@@ -71,7 +71,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
-        """Return the values of a field that have no effect."""
+        """Return all values of the field that have no effect and are therefore accepted."""
         return cls.NEUTRAL[name]
 
     def refused(self) -> tuple[str, object] | None:

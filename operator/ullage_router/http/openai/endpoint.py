@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Parsed(NamedTuple):
-    """The parts of a body that are needed after parsing: the request and its additional options."""
+    """A parsed body: the request for the pipeline, and options that are not part of it."""
 
     request: inference_pb2.GenerateRequest
     is_streamed: bool

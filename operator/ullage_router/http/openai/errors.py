@@ -100,7 +100,11 @@ def resumed_headers(finished: inference_pb2.Finished) -> Headers:
 
 
 def decision_headers(record: RequestRecord) -> Headers:
-    """Return headers with the request id, the rate limits, and the decision, if there is one."""
+    """Return headers that tell the client how its request was handled.
+
+    They contain the request id, the rate limits, the router's decision if there is one, and the
+    number of cached tokens.
+    """
     decision = record.decision
     named = {"x-request-id": record.request_id, **record.limits}
 

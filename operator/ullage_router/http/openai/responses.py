@@ -91,7 +91,7 @@ class Collected:
 
 
 class Format(Protocol):
-    """The format of one endpoint's response bodies."""
+    """Converts an answer to one endpoint's response bodies, complete or as chunks of a stream."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
         """Return the chunks that precede the first text."""

@@ -55,7 +55,8 @@ Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX
 def unread() -> Any:
     """Define a field whose JSON is decoded later. The field is null if it is not in the body.
 
-    A plain default would become part of the type's JSON schema, which cannot express raw JSON.
+    The null comes from a default factory, because msgspec would copy a plain default to the type's
+    JSON schema, which cannot express raw JSON.
     """
     return msgspec.field(default_factory=lambda: NULL)
 

@@ -1,5 +1,5 @@
-"""Tool calling, from the functions that a request offers to the calls in an answer.
+"""Tool calling: turns function definitions into prompts and grammars, and parses tool calls.
 
-The package deals only with prompts, grammars and answer texts. It depends on neither engines nor
+The package handles only prompts, grammars and response texts. It depends on neither engines nor
 queues.
 """

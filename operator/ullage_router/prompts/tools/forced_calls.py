@@ -39,7 +39,7 @@ _COMPOSED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """A call that the model must make."""
+    """An ending for the prompt and a grammar, which together force the model to make a call."""
 
     opening: str
     """Text that is appended to the prompt."""

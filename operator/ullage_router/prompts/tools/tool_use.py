@@ -41,7 +41,11 @@ class ToolUse:
         return self.forced.opening if self.forced else ""
 
     def ask(self, request: inference_pb2.GenerateRequest) -> None:
-        """Set the grammar for a forced call, and whether the answer's text shows special tokens."""
+        """Set the options of the request that its tools need.
+
+        These are the grammar that enforces a forced call, and whether the answer's text includes
+        special tokens for the reader.
+        """
         request.output.special_tokens = self.special_tokens
         if self.forced and self.forced.lark:
             request.grammar.lark = self.forced.lark
@@ -49,9 +53,10 @@ class ToolUse:
             request.grammar.json_schema = self.forced.json_schema
 
     def explain(self, error: ServiceError) -> ServiceError:
-        """Turn an error about the grammar into one about the tools if the tools define the grammar.
+        """Make an error about a forced call's grammar refer to the request's tools.
 
-        Other errors are returned unchanged.
+        The grammar was generated from the tools, so the client does not know it. Other errors are
+        returned unchanged.
         """
         if not self.forced or not error.metadata.get("field", "").startswith("grammar"):
             return error
