@@ -36,7 +36,7 @@ class Temporary(OperatorError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem in a manifest."""
+    """A problem with one field of a manifest or with the whole manifest, and how to fix it."""
 
     path: str
     """Path of the field, for example spec.memory.thresholdPercent (empty for the whole document).
@@ -49,7 +49,7 @@ class Problem:
 
 
 class InvalidManifest(Permanent):
-    """An LLMService that the API would reject."""
+    """Raised for an LLMService that the API would reject. It carries every problem found."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))
@@ -57,11 +57,11 @@ class InvalidManifest(Permanent):
 
 
 class LocalFailure(Permanent):
-    """A local run that cannot continue. The message states the reason in one line."""
+    """Raised if a local run cannot continue. The message states the reason in one line."""
 
 
 class ClusterRefused(Permanent):
-    """The API server rejects a request as invalid."""
+    """Raised if the API server rejects a request as invalid, so that a retry would fail too."""
 
 
 class ClusterUnavailable(Temporary):
@@ -81,7 +81,7 @@ class ClusterPostponed(ClusterUnavailable):
 
 
 class ClusterConflict(ClusterUnavailable):
-    """Another client wrote the object first."""
+    """Raised if a write fails because another client created or changed the object first."""
 
 
 class ClusterForgets(ClusterUnavailable):
@@ -89,4 +89,4 @@ class ClusterForgets(ClusterUnavailable):
 
 
 class KindAbsent(ClusterUnavailable):
-    """The API server does not serve the kind."""
+    """Raised if the API server does not serve the kind of object that a request is about."""

@@ -257,7 +257,11 @@ def upgraded(
 
 
 class _Items(dict[str, Any]):
-    """A list from managedFields as a dict, keyed by index, or by merge key if it is unknown."""
+    """The items of a list that managedFields mentions, as a dict.
+
+    managedFields covers only the items that one client set, so a plain list would have gaps. Each
+    item is stored under its index in the live list, or under its merge key if the index is unknown.
+    """
 
 
 def _sections(

@@ -56,5 +56,9 @@ def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Conditi
 
 
 def _differing(groups: Iterable[Mapping[str, Fingerprint]]) -> str:
-    """Describe the fingerprint differences within each group (empty if there are none)."""
+    """Describe how the fingerprints of engines in the same group differ (empty if they do not).
+
+    Args:
+        groups: fingerprints by pod name, for each group of engines that should be alike.
+    """
     return "; ".join(filter(None, (describe(differences(group)) for group in groups)))

@@ -68,7 +68,11 @@ def _is_bad(condition: Mapping[str, Any]) -> bool:
 
 
 def _title(condition: Mapping[str, Any]) -> str:
-    """Return the Event's reason for a condition, which is usually the condition's own reason."""
+    """Return the reason to show in an Event about a changed condition.
+
+    It is usually the condition's own reason. If the service becomes ready or is no longer degraded,
+    it is `Ready` or `Recovered`.
+    """
     match condition["type"], condition["status"]:
         case "Ready", "True":
             return "Ready"

@@ -46,7 +46,7 @@ def roomless_s(pod: Pod, now: datetime) -> float | None:
 
 
 def fits_place_of(pod: Pod, other: Pod) -> bool:
-    """Return whether `pod` would fit into the resources that `other` would free.
+    """Return whether deleting pod `other` would free enough resources for `pod`.
 
     Ephemeral storage is considered only if the scheduler reports it as insufficient, because
     engines created by an earlier operator do not request any.

@@ -140,7 +140,10 @@ class ApplyResult:
         return is_other and obj["metadata"]["name"] in self._unwritten_config_maps
 
     def on_unseen(self, obj: Object) -> None:
-        """Record an object that was not written because its kind cannot be watched."""
+        """Record an object that was skipped because the operator cannot watch its kind.
+
+        If it is a ConfigMap, workloads that depend on it must wait.
+        """
         if obj["kind"] == "ConfigMap":
             self._unwritten_config_maps.add(obj["metadata"]["name"])
 

@@ -262,7 +262,10 @@ class Reconciler:
         )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
-        """Return `observed` with the pools whose silent engines no router can reach either."""
+        """Return `observed` with the pools whose engines the routers cannot reach either.
+
+        Only pools in which an engine has stopped reporting to the operator are checked.
+        """
         pools = silent_pools(observed.engine_health.values(), service.spec.healing.silent_after)
         if not pools:
             return observed

@@ -66,10 +66,11 @@ class RolloutQueue:
         return len(self._rolling - {key}) < self._max_rollouts
 
     def may_yield(self, key: ServiceKey) -> bool:
-        """Return whether resources freed by a service's old pods would go to its own next pod.
+        """Return whether a service can delete an old pod without losing its place on the node.
 
-        This is true while no engine of another service is unschedulable. If several edited services
-        wait for resources at the same time, the first by name takes precedence.
+        The freed resources are meant for the service's own next pod. An unschedulable engine of
+        another service could take them first, so the result is False while there is one. If several
+        edited services wait for resources at the same time, the first by name takes precedence.
         """
         others = (self._roomless | self._seeking) - {key}
         return all({key, other} <= self._seeking and key < other for other in others)
@@ -134,7 +135,10 @@ class RolloutQueue:
         seeks_room: bool = False,
         lacks_room: bool = False,
     ) -> None:
-        """Record a service's state, and wake as many waiting services as may start a rollout."""
+        """Record a service's state in the queue.
+
+        If the state has changed, wake as many waiting services as may start a rollout now.
+        """
         rolling = set() if self._rolling is None else self._rolling
         membership = (
             (rolling, is_rolling),

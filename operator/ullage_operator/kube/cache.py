@@ -401,12 +401,19 @@ def _slim_metadata(metadata: Object) -> Object:
 
 
 def is_created(managed_fields: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the operator created an object but has not yet claimed its fields."""
+    """Return whether `Cluster.claim_fields` must still be called for an object.
+
+    This is the case if the operator created the object and still owns fields under the Update
+    operation, so that a server-side apply could not remove them.
+    """
     return any(map(is_own_update, managed_fields))
 
 
 def is_own_update(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry of managedFields was written when the operator created the object."""
+    """Return whether an entry of managedFields stems from the operator creating the object.
+
+    Such an entry has the operation Update. The operator's later writes have the operation Apply.
+    """
     is_update = entry.get("operation") == "Update" and not entry.get("subresource")
     return is_update and bool(entry.get("manager") == FIELD_MANAGER)
 

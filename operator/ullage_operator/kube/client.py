@@ -61,9 +61,10 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return the write time limit, in seconds, of a process that runs without leader election.
+    """Return the seconds for which a process without leader election may still write.
 
-    The limit is the request timeout, so writes are limited no more strictly than other requests.
+    A leader must stop writing when its Lease runs out, but this process may always write. The
+    result is the request timeout, so writes are limited no more strictly than other requests.
     """
     return _REQUEST_S
 
@@ -192,9 +193,10 @@ class Cluster:
         return answer
 
     async def keep_replicas(self, live: Object) -> None:
-        """Make a second field manager a co-owner of an object's replicas.
+        """Keep an object's current replicas when the operator stops setting them.
 
-        Without a second owner, an apply without replicas would reset the replicas to their default.
+        This makes a second field manager a co-owner of the replicas. Without it, an apply without
+        replicas would reset them to their default.
 
         Raises:
             ClusterUnavailable: the object has changed since it was read.
@@ -432,7 +434,7 @@ class Cluster:
 
 
 class _Request(NamedTuple):
-    """A request about an object or a list of objects."""
+    """A request to the API server about an object or a list of objects, before it is sent."""
 
     verb: str
     """Name of the dynamic client's method for the request."""

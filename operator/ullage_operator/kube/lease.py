@@ -58,7 +58,14 @@ class Candidacy:
         return max(0.0, self.renewed_s + self.times.renew_deadline_s - now_s)
 
     def saw(self, lease: Mapping[str, Any] | None, now_s: float) -> "Candidacy":
-        """Return the state after reading the Lease. `lease` is None if no Lease exists."""
+        """Return the state of the election, updated with the Lease that was just read.
+
+        If another operator holds the Lease now, this operator no longer leads.
+
+        Args:
+            lease: the Lease, or None if it does not exist.
+            now_s: the current time.
+        """
         record = None if lease is None else dict(lease.get("spec") or {})
         if record == self.record:
             return self
@@ -80,7 +87,13 @@ class Candidacy:
         return now_s >= self.since_s + lasts_s
 
     def took(self, lease: Mapping[str, Any], begun_s: float, now_s: float) -> "Candidacy":
-        """Return the state after the Lease was written, by a request sent at `begun_s`."""
+        """Return the state after this operator has acquired or renewed the Lease.
+
+        Args:
+            lease: the Lease that was written.
+            begun_s: the time at which the write began, from which the leadership is counted.
+            now_s: the current time.
+        """
         record = dict(lease["spec"])
         return replace(self, record=record, since_s=now_s, renewed_s=begun_s)
 

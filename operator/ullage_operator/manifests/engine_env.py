@@ -95,8 +95,9 @@ def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
 def s3_store(service: Service, pool: PoolSpec) -> str:
     """Return a digest of the endpoint or region of the model's bucket.
 
-    The digest is empty for AWS without a region and for models that are not in a bucket. It is a
-    hash instead of plain text, because the endpoint may come from a Secret.
+    Together with the `s3://` source, it identifies a model in a shared cache. The digest is empty
+    for AWS without a region and for models that are not in a bucket. It is a hash instead of plain
+    text, because the endpoint may come from a Secret.
     """
     if not service.spec.model.source.startswith("s3://"):
         return ""

@@ -57,9 +57,10 @@ def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
 
 
 def rules(pace: ScalingPace) -> Manifest:
-    """Return the scaling rules for one direction, up or down.
+    """Return the rules that limit how fast KEDA may scale a pool in one direction, up or down.
 
-    The policy that allows the larger change applies, as in the operator's own autoscaling.
+    If both a number and a percentage of pods are set, the one that allows the larger change
+    applies, as in the operator's own autoscaling.
     """
     period = max(1, round(pace.period))
     policies = [{"type": "Pods", "value": pace.pods, "periodSeconds": period}]

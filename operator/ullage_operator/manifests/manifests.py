@@ -227,7 +227,10 @@ def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifes
 
 
 def of_group(template: Manifest, revision: str) -> Manifest:
-    """Return a pod template, annotated with the revision that all pods of an engine must share."""
+    """Return a multi-pod engine's pod template with an annotation that contains its revision.
+
+    The leader and the followers of an engine must have the same revision.
+    """
     annotations = template["metadata"].get("annotations", {}) | {naming.GROUP_REVISION: revision}
     return {**template, "metadata": {**template["metadata"], "annotations": annotations}}
 

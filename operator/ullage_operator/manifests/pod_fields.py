@@ -129,7 +129,11 @@ def port(name: str, number: int) -> Manifest:
 
 
 def killing(probe: Manifest) -> Manifest:
-    """Return a liveness or startup probe that gives hung containers only a short grace period."""
+    """Return a liveness or startup probe that makes the kubelet kill a hung container quickly.
+
+    The probe has its own, short grace period. Otherwise the kubelet would use the pod's, which is
+    long enough to finish the longest request.
+    """
     return {**probe, "terminationGracePeriodSeconds": HUNG_GRACE_S}
 
 

@@ -58,9 +58,10 @@ def fetch_objects(service: Service, observed: Observed, settings: Settings) -> l
 
 
 def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) -> dict[str, str]:
-    """Return why pools without engines wait for a Job to download the model, by pool.
+    """Return the pools that are not created yet because a Job must first download their model.
 
-    A pool that already has a StatefulSet does not wait.
+    The result maps each pool's name to the reason for waiting. A pool that already has a
+    StatefulSet does not wait.
     """
     if rollout.stable.spec.model.source != service.spec.model.source:
         return {}
@@ -108,7 +109,10 @@ def all_engines(
 
 
 def with_stop(item: Manifest) -> Manifest:
-    """Return a pool's object. If it is a StatefulSet, add the stop annotation to it."""
+    """Return an object of a stopped pool. A StatefulSet gets an annotation that says so.
+
+    The annotation tells `was_stopped` that the StatefulSet has no replicas because of `spec.stop`.
+    """
     if item["kind"] != "StatefulSet":
         return item
     annotations = item["metadata"].get("annotations", {}) | stop_annotation(True)
@@ -116,7 +120,10 @@ def with_stop(item: Manifest) -> Manifest:
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
-    """Return a pool's object. Reduce a StatefulSet's replicas by the pods that a canary replaces.
+    """Return an object of a pool that gives up engines in favour of a canary.
+
+    A StatefulSet's replicas are reduced by the pods that the canary replaces. Any other object is
+    returned unchanged.
 
     Args:
         item: an object of the pool, of any kind.

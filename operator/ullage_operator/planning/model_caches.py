@@ -34,7 +34,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FetchObservation:
-    """What the operator observes about model downloads, in addition to the Job objects."""
+    """What the operator knows about model downloads from sources other than the Job objects."""
 
     sees_jobs: bool = False
     """Whether the operator can list Jobs. If it cannot, engines do not wait for Jobs."""
@@ -269,7 +269,7 @@ def _terminated(pods: Iterable[LiveObject]) -> list[str]:
 
 
 def _report(pods: Iterable[LiveObject]) -> dict[str, Any]:
-    """Return the newest download report of a terminated pod (empty if there is none)."""
+    """Return the newest download report in the pods' termination messages (empty if none)."""
     for text in reversed(_terminated(pods)):
         if report := parse_progress(text):
             return report
@@ -291,9 +291,15 @@ def parse_progress(text: str | bytes) -> dict[str, Any]:
 
 
 def _count(report: Mapping[str, Any], name: str, before: Mapping[str, Any], said: str = "") -> int:
-    """Return the count called `name` from a download report.
+    """Return a number of bytes from a download report.
 
-    If the report lacks the count, return the previous one. An invalid count becomes 0.
+    If the report lacks the number, use the one in `before`. An invalid number becomes 0.
+
+    Args:
+        report: the download report.
+        name: the number's key in the report.
+        before: the claim's entry in the last status.
+        said: the number's key in `before`, if it differs from `name`.
     """
     value = report.get(name, before.get(said or name, 0))
     is_number = isinstance(value, int) and not isinstance(value, bool)

@@ -250,7 +250,10 @@ def wanted_objects(
 def left_to_router_scaler(
     service: Service, objects: Iterable[Manifest], observed: Observed
 ) -> list[Manifest]:
-    """Return the router's objects, leaving out `replicas` if a HorizontalPodAutoscaler sets it."""
+    """Return the router's objects, without `replicas` if a HorizontalPodAutoscaler sets it.
+
+    Applying a Deployment with `replicas` would interfere with the autoscaler.
+    """
     key = ObjectKey("Deployment", naming.router_name(service.name))
     live = live_replicas(observed.objects.get(key))
     is_left = service.spec.router.autoscaling is not None and live == service.spec.router.replicas

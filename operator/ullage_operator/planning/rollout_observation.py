@@ -84,9 +84,10 @@ def roomless_pools(observed: Observed) -> dict[str, float]:
 
 
 def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) -> bool:
-    """Return whether the service still waits for nodes for its canary or its promoted engines.
+    """Return whether the service's rollout is waiting for nodes on which to run its engines.
 
-    After `SEEK`, the result is False, so that other services no longer wait for this one.
+    These are the engines of its canary, or of the revision that was just promoted. After `SEEK`
+    (10 minutes), the result is False, so that other services no longer wait for this one.
     """
     if observed.now - progress.since > SEEK:
         return False
@@ -102,7 +103,7 @@ def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) 
 
 
 def lacks_room(observed: Observed) -> bool:
-    """Return whether any engine pod has been unschedulable for less than `SEEK`."""
+    """Return whether any engine pod is unschedulable, but for less than `SEEK` (10 minutes)."""
     waits = [roomless_s(pod, observed.now) for pod in observed.pods if pool_of(pod)]
     return any(wait_s is not None and wait_s < SEEK.total_seconds() for wait_s in waits)
 

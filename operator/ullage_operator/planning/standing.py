@@ -51,7 +51,11 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The service that the operator applies, which may differ from the declared one."""
+    """The service that the operator applies.
+
+    It differs from the declared service if that one is invalid. Its spec is then the last valid
+    one, or is reconstructed from the live objects.
+    """
 
     service: Service
     is_partial: bool = False
@@ -254,9 +258,15 @@ def _size_of(service: str, pool: str, observed: Observed) -> Manifest:
 def _with_readable(
     metadata: Mapping[str, Any], spec: Manifest, path: Sequence[str], value: Any
 ) -> Manifest:
-    """Return a spec with one section copied from the declared spec.
+    """Return a spec in which the value at a path is replaced with the declared value.
 
-    If the section as a whole is invalid, only its readable fields are copied.
+    If the value as a whole would make the spec invalid, only its valid fields are copied.
+
+    Args:
+        metadata: the metadata of the service, which parsing requires.
+        spec: the spec to change.
+        path: the path of the value in the spec.
+        value: the declared value, or None to leave the spec unchanged.
     """
     if value is None:
         return spec

@@ -144,7 +144,11 @@ def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
 
 
 def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]:
-    """Return a problem for each pool whose pods' device claims the API server dropped."""
+    """Return a problem for each pool whose `resourceClaims` the API server dropped.
+
+    API servers that do not support DynamicResourceAllocation remove the claims from pod templates.
+    The pods then have no GPUs.
+    """
     stable = rollout.stable
     problems = []
     for name, pool in stable.spec.pools.items():
@@ -168,7 +172,8 @@ def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]
 def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:
     """Return each engine's numerics fingerprint, by pod name.
 
-    Engines that have not served yet are omitted.
+    Engines with different fingerprints may compute different results for the same request. Engines
+    that have not served yet are omitted.
     """
     engines = {}
     for pod in observed.pods:
@@ -281,7 +286,10 @@ def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
 def with_canary_engines(
     service: Service, pool: Workload, rollout: RolloutPlan, observed: Observed
 ) -> Workload:
-    """Return a pool's workload, counting ready engines of the canary as ready."""
+    """Return a pool's workload, with the canary's ready engines added to its ready engines.
+
+    The sum is capped at the desired number of engines.
+    """
     if pool.name not in rollout.pools:
         return pool
     name = naming.pool_name(service.name, naming.canary_pool(pool.name))
@@ -290,7 +298,10 @@ def with_canary_engines(
 
 
 def scale_status(service: Service, pools: Mapping[str, Workload]) -> Manifest:
-    """Return the status fields that the scale subresource reads, for the default pool."""
+    """Return the status fields for the scale subresource, which describe the first pool.
+
+    Kubernetes reads them for `kubectl scale` and for autoscalers.
+    """
     first = next(iter(service.spec.pools))
     match = naming.selector(service.name, naming.ENGINE, first)
     return {"replicas": pools[first].exist, "selector": naming.selector_text(match)}

@@ -43,7 +43,10 @@ def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem
 
 
 def kv_folder_problems(service: Service, pool_name: str, pool: PoolSpec) -> Iterator[Problem]:
-    """Yield a problem for each conflict between a file tier's folder and the pods' mounts."""
+    """Yield a problem for each mount that conflicts with the folder of a pool's KV file tier.
+
+    The folder must not overlap the operator's own mounts, and must not be mounted read-only.
+    """
     file = pool.memory.tiers.file
     if file is None:
         return

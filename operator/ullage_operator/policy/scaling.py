@@ -54,9 +54,10 @@ class ReplicasAt:
 
 @dataclass(frozen=True, slots=True)
 class Strain:
-    """A lowered target utilisation, and the time at which it last changed.
+    """A temporarily lowered target utilisation, and the time at which it last changed.
 
-    The target is lowered when requests are late.
+    The target is lowered when requests are late although all requested engines are ready. The pool
+    then gets more engines for the same load.
     """
 
     at: float
@@ -233,7 +234,11 @@ def _window(
 def _stabilised(
     policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
 ) -> int:
-    """Limit a change to the most cautious suggestion within the stabilisation window."""
+    """Return the number of engines, limited by earlier suggestions in the stabilisation windows.
+
+    The pool grows at most to the lowest of the recent suggestions, and shrinks at most to the
+    highest. Peaks and dips that are shorter than the window therefore have no effect.
+    """
     if desired > current:
         return max(current, min(m.replicas for m in history.lows))
     return min(current, max(m.replicas for m in history.highs))

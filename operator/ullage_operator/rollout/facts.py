@@ -243,7 +243,8 @@ def unmeasured(unanswered: Sequence[str]) -> str:
 def unheard(troubles: Sequence[str]) -> str:
     """Return a message that says why engines do not report to the operator, and how to fix this.
 
-    The message is empty if there are no errors.
+    It is appended to the description of what the analysis waits for, and is empty if there are no
+    errors.
     """
     if not troubles:
         return ""

@@ -107,10 +107,10 @@ def _security(context: SecurityContext) -> list[int | None]:
 
 
 def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
-    """Return a copy of `target`, with values from `release` wherever `release` has them.
+    """Return an older release, converted to have exactly the fields and pools of `target`.
 
-    Fields and pools missing from `release` are new, so they keep the values of `target`. Those
-    missing from `target` are dropped.
+    Values come from `release`. Fields and pools that it lacks are new, and come from `target`.
+    Those that `target` lacks are dropped.
     """
     sections = {
         name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS
@@ -127,9 +127,10 @@ def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
 
 
 def _merged(name: str, target: Any, value_before: Any) -> Any:
-    """Return a section's previous values, with exactly the fields that `target` has.
+    """Return the previous value of a section or field, converted to the fields of `target`.
 
-    Fields that have no previous value keep the value in `target`.
+    In sections that are merged field by field, fields without a previous value keep the value in
+    `target`, and fields that `target` lacks are dropped. Any other value is returned unchanged.
     """
     if name == ENGINE_TLS and target and value_before:  # its other fields concern only routers
         return {**target, SECRET_NAME: value_before[SECRET_NAME]}

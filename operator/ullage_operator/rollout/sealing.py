@@ -86,7 +86,7 @@ def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _with_maps(section: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply a function to each map in a section, innermost first, and return the new section."""
+    """Return a copy of a section in which `change` was applied to each map, innermost first."""
     match section:
         case Mapping():
             return change({name: _with_maps(item, change) for name, item in section.items()})

@@ -236,7 +236,10 @@ def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
 def _keep_stable(
     state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec
 ) -> RolloutProgress:
-    """Return the progress of a service whose spec requests the revision that is already stable."""
+    """Return the progress if the spec requests the stable revision, so that nothing must be tried.
+
+    Trials of other revisions and earlier rollbacks end. Outdated engines are replaced.
+    """
     if state.stage is RolloutStage.STABLE and facts.is_outdated:
         return _renew(state, facts, policy)
     if state.stage is RolloutStage.STABLE:
@@ -251,7 +254,10 @@ def _keep_stable(
 
 
 def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
-    """Replace the stable engines because the operator's pod template has changed."""
+    """Start replacing the stable engines, because the operator's pod template has changed.
+
+    If the rollout is paused or must wait in the rollout queue, only record that as the reason.
+    """
     reason = _renewal_reason(facts, policy)
     if reason == ROLLING_OUT:
         state = RolloutProgress(state.stable, facts.now, RolloutStage.PROMOTING)
@@ -259,9 +265,10 @@ def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
 
 
 def _renewal(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> str:
-    """Return why stable engines must be replaced after a rollback, as a key in `RENEWALS`.
+    """Return how far the replacement of outdated stable engines is, after a rollback.
 
-    The result is empty if they need not be replaced.
+    The result is a key in `RENEWALS`: they are being replaced, are paused, or wait in the rollout
+    queue. It is empty if they need not be replaced.
 
     The stage remains RolledBack. The replacement is complete when all stable engines are ready.
     """

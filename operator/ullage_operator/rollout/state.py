@@ -61,9 +61,10 @@ class RolloutState:
         return other if other and self.tried == target else revision_of(target)
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
-        """Return a copy of this state with new progress.
+        """Return the state that follows this one, with new progress.
 
-        The copy contains only the releases whose revisions the new progress refers to.
+        It keeps only the releases that the new progress refers to: the stable one, and the one that
+        is being tried or has failed.
 
         Args:
             progress: the new progress.
