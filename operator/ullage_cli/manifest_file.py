@@ -38,10 +38,10 @@ def read_service(path: Path, base_paths: Sequence[Path] = ()) -> Service:
 
 
 def overruled(path: Path, base_paths: Sequence[Path]) -> list[str]:
-    """Return the paths of fields that are set to their default and therefore overridden by a base.
+    """Return the paths of a manifest's fields that have no effect because a base overrides them.
 
-    A base takes precedence over default values, so setting such a field in the manifest has no
-    effect.
+    A base (LLMServiceBase) takes precedence over default values. If both set a
+    field, and the manifest sets it to its default, the base's value is used.
     """
     if not base_paths:
         return []

@@ -182,7 +182,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def _plain(tag: str, form: re.Pattern[str]) -> re.Pattern[str]:
-    """Return a tag's pattern for unquoted values, without base-60 numbers such as 12:30:45."""
+    """Return the pattern by which a YAML loader recognises unquoted values of a tag's type.
+
+    The patterns of numbers exclude values with a colon. The loader would otherwise read 12:30:45 as
+    a number in base 60.
+    """
     if tag not in (_INT, _FLOAT):
         return form
     return re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags)

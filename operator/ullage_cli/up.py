@@ -229,12 +229,12 @@ async def _first_of(
     """Wait until a pod fails, all pods are ready, or `stop` is set.
 
     Args:
-        failed: future that fails if a pod fails for good.
+        failed: future that raises `PodFailed` if a pod fails permanently.
         ready: task that finishes when all pods are ready, or None if readiness does not matter.
         stop: event that a signal sets.
 
     Raises:
-        PodFailed: a pod has failed.
+        PodFailed: a pod has failed permanently.
     """
     stopped = asyncio.create_task(stop.wait())
     waited: set[asyncio.Future[Any]] = {failed, stopped}

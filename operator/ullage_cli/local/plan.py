@@ -140,7 +140,7 @@ def _adapted(service: Service, log_level: str) -> Service:
 
 
 def _policies(service: Service) -> dict[str, AutoscalingSpec]:
-    """Return each autoscaled pool's policy.
+    """Return the autoscaling policy of each autoscaled pool, by the pool's name.
 
     `ullage up` scales these pools itself, whichever autoscaling provider they name.
     """

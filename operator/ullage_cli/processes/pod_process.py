@@ -39,7 +39,10 @@ PR_SET_PDEATHSIG = 1
 
 
 class PodFailed(LocalFailure):
-    """Raised if restarting a pod would not help. The message is the pod's last error."""
+    """Raised if a pod's process failed permanently, so that it is not restarted again.
+
+    The message is the pod's last error.
+    """
 
 
 class PodProcess:

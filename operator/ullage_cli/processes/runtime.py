@@ -60,9 +60,9 @@ class LocalRuntime:
     async def running(self) -> AsyncIterator[asyncio.Future[None]]:
         """Run all processes for the duration of the `async with` block.
 
-        The block receives a future that fails with `PodFailed` if a pod fails for good, and never
-        succeeds. At the end of the block, routers stop before engines, so that running streams can
-        finish without an error.
+        The block receives a future that never completes normally and raises `PodFailed` if a pod
+        fails permanently. At the end of the block, routers stop before engines, so that running
+        streams can finish without an error.
         """
         self._failed = asyncio.get_running_loop().create_future()
         for process in self.processes:

@@ -117,7 +117,11 @@ def _merged(steps: list[TraceStep]) -> Iterator[TraceStep]:
 
 
 def _order(step: TraceStep) -> tuple[datetime, int]:
-    """Return the sort key of a step: the millisecond, then the event's position in _ORDER."""
+    """Return the sort key of a step: the millisecond, then the event's usual place in a request.
+
+    Most log lines have only millisecond precision, so `_ORDER` decides between events of the same
+    millisecond.
+    """
     millisecond = step.at.replace(microsecond=step.at.microsecond // 1000 * 1000)
     return millisecond, _PLACES.get((step.process, step.event), len(_ORDER))
 
