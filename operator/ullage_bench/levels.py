@@ -1,6 +1,7 @@
 """Computes throughput and latency at each load level, and finds the knee among several levels.
 
-This module has no I/O and no clock.
+The knee is the load above which latency grows faster than throughput. This module has no I/O and no
+clock.
 """
 
 import math
@@ -116,10 +117,11 @@ def _steady(whole: Sequence[ChatAnswer], ends_at: float) -> tuple[Sequence[ChatA
 
 
 def knee(levels: Sequence[Level], objectives: Objectives) -> Level | None:
-    """Return the level with the highest power among those that meet the objectives, or None.
+    """Return the knee among the levels that meet the objectives, or None.
 
-    If the objectives limit a latency, the level with the most requests per second is returned
-    instead, because users with a latency limit want the maximum throughput within it.
+    This is the level with the highest power, which is throughput divided by median latency. If the
+    objectives limit a latency, the level with the most requests per second is returned instead,
+    because users with a latency limit want the maximum throughput within it.
 
     Returns:
         The level, or None if no level meets the objectives.

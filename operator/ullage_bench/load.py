@@ -185,6 +185,9 @@ async def sweep(
 
 
 def _is_past_the_knee(levels: Sequence[Level]) -> bool:
-    """Return whether the last two levels both have fewer requests per second than the best."""
+    """Return whether throughput is falling, so that no higher load has to be measured.
+
+    This is so if the last two levels both have fewer requests per second than the best one.
+    """
     best = max(level.requests_per_s for level in levels)
     return len(levels) > 2 and all(level.requests_per_s < best for level in levels[-2:])
