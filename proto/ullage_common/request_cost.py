@@ -132,7 +132,11 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether there is one cache group, with full attention, and samples copy shared blocks."""
+        """Whether the formula for full attention alone gives the number of blocks.
+
+        This requires a single cache group, with full attention, and samples that copy shared
+        blocks.
+        """
         return self.num_growing == len(self.groups) == 1 and self.copies_shared_block
 
     @cached_property

@@ -114,11 +114,17 @@ class ClientText(str):
         return self._marks
 
     def _kept(self, text: str) -> "ClientText":
-        """Create a `ClientText` from text that already contains this object's marks."""
+        """Convert a text to `ClientText` as it is, because it already has its marks.
+
+        Such a text results from operations on marked text, such as slicing.
+        """
         return ClientText(text, self._marks)
 
     def _changed(self, text: str) -> "ClientText":
-        """Mark a modified version of the original text, and return it as a `ClientText`."""
+        """Convert a text to `ClientText`, and mark it again.
+
+        Such a text results from operations on the original characters, such as `lower`.
+        """
         return ClientText(self._marks.mark(text) if self._marks else text, self._marks)
 
     def _slice(self, start: int, end: int | None) -> "ClientText":
@@ -259,7 +265,7 @@ class ClientText(str):
         return self._slice(0, start), self._slice(start, end), self._slice(end, None)
 
     def _parts(self, parts: list[str], sep: str | None) -> list[str]:
-        """Return the slices of the marked text that correspond to parts of the plain text.
+        """Return the marked form of each of the parts into which the plain text was split.
 
         Two consecutive parts may be separated only by `sep`, or by white space if `sep` is None.
         """

@@ -85,7 +85,11 @@ class GuardedTokenizer:
         return [self._ids.get(token_id, token_id) for token_id in ids if token_id != self._cut_id]
 
     def _broken(self, text: str) -> str:
-        """Return the text with a boundary token inserted into each guarded token that it spells."""
+        """Insert a boundary token into each guarded token that the text spells.
+
+        The base vocabulary then cannot produce the guarded token. The boundary token's own id is
+        dropped by `_encode`.
+        """
         assert self._finder
         return self._finder.sub(lambda match: f"{match[0][0]}{self._cut}{match[0][1:]}", text)
 
@@ -110,7 +114,10 @@ def _alias() -> str:
 
 
 def _sharing(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer that shares the model and preprocessing, but has no added tokens."""
+    """Return a copy of a tokenizer without its added tokens.
+
+    The copy shares the original's model, normalizer and pre-tokenizer.
+    """
     bare = Tokenizer(tokenizer.model)
     for name in ("normalizer", "pre_tokenizer"):
         if (part := getattr(tokenizer, name)) is not None:

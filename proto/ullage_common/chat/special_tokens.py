@@ -226,6 +226,11 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
     For example, a template writes `<|` and the client's text continues with `user|>`. This can
     happen if one of the template's texts equals, begins with or ends with a fragment of a guarded
     token, and the fragment contains one of the key characters.
+
+    Args:
+        literals: texts that the template writes.
+        texts: texts of the guarded tokens.
+        keys: the key characters. Every guarded token contains at least one of them.
     """
 
     def has_key(part: str) -> bool:
@@ -248,7 +253,10 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Return the given characters, plus any whose case conversion yields one of the letters."""
+    """Return the characters, plus all others that a change of case turns into one of them.
+
+    A template may change the case of client text, for example by `lower`.
+    """
     letters = {character for character in characters if character.isalpha()}
     related = {*characters}
     if not letters:
@@ -262,7 +270,10 @@ def _with_cases(characters: Collection[str]) -> set[str]:
 
 
 def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
-    """Return True if the normalizer cannot introduce any of these characters into a text."""
+    """Return whether normalising a text can never create one of the key characters.
+
+    Otherwise, even a text without key characters might form a guarded token.
+    """
     if normalizer is None:
         return True
     if isinstance(normalizer, normalizers.Sequence):
@@ -280,7 +291,10 @@ def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
 
 
 def _composes(key: str) -> bool:
-    """Return whether NFC turns some other character into this one, as it turns U+037E into `;`."""
+    """Return whether the Unicode normal form NFC replaces another character by this one.
+
+    For example, NFC replaces U+037E (the Greek question mark) by `;`.
+    """
     others = (chr(code_point) for code_point in _SINGLETONS if chr(code_point) != key)
     return any(key in unicodedata.normalize("NFC", other) for other in others)
 

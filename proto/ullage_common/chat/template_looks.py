@@ -24,7 +24,7 @@ _COUNTING = frozenset({"truncate", "wordcount", "wordwrap", "random"})
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """How a template inspects the text of messages."""
+    """What a template looks for in messages, and thus which short texts can replace long ones."""
 
     words: frozenset[str] = frozenset()
     """Words that the template may search for within a text."""
@@ -48,7 +48,7 @@ class Looks:
 
 
 def looks_of(parsed: nodes.Template) -> Looks:
-    """Determine how a template inspects texts."""
+    """Determine from a template's syntax tree how the template inspects messages."""
     words = frozenset(word for word in _words(parsed, False) if len(word) > 1 and word.strip())
     numbers = (
         abs(constant.value)

@@ -65,7 +65,13 @@ def warn_unknown(path: Path, config: Strict) -> None:
 
 
 def _beyond(given: Any, parsed: Any, at: str) -> Iterator[str]:
-    """Yield the path of every field that is in the file (`given`) but not in `parsed`."""
+    """Yield the paths of unknown fields, which are in the file but not in the parsed values.
+
+    Args:
+        given: the content of the file.
+        parsed: the same content after parsing, which drops unknown fields.
+        at: path of the content within the file.
+    """
     match given, parsed:
         case dict(), dict():
             for name, value in given.items():

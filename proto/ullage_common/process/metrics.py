@@ -40,7 +40,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Tally(msgspec.Struct, array_like=True):
-    """Histogram observations, counted per bucket. Processes may send tallies to each other."""
+    """The content of a histogram: the number of observations per bucket, and their sum.
+
+    Processes may send tallies to each other.
+    """
 
     counts: list[int] = []
     """Number of observations in each bucket (empty before the first observation).

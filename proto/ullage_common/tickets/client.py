@@ -163,7 +163,7 @@ class PickBatcher:
             await self._call()
 
     async def _quiet(self) -> None:
-        """Wait up to QUIET_S for a new request that can share an RPC with the pending reports."""
+        """Delay pending reports by up to QUIET_S, so that they can share an RPC with a request."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._news.wait()
@@ -288,7 +288,7 @@ def _pick(placed: pb.Placed, engines: Sequence[str]) -> Pick | None:
 
 
 def _leave(pending: list[_PendingPick]) -> None:
-    """Tell waiting requests to fall back to the router's Generate."""
+    """Stop waiting for the placement of requests, which then go through the router's Generate."""
     for request in pending:
         if not request.placed.done():
             request.placed.set_result(None)
@@ -537,7 +537,11 @@ class _Answer:
         """Events held back until the answer is complete, or None if the answer is streamed."""
 
     def take(self, event: pb.GenerateResponse) -> Iterator[pb.GenerateResponse]:
-        """Record an event, and yield the events that may be passed on to the caller now."""
+        """Record an event of the answer, and yield the events that the caller may receive now.
+
+        Only the first server's Accepted event is yielded. If the answer is not streamed, all later
+        events are held back until the answer is complete.
+        """
         match event.WhichOneof("event"):
             case "accepted":
                 self._progress.on_accepted(event.accepted, event.accepted.max_tokens)

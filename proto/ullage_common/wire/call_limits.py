@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A slot for one RPC or request, which its holder may lose to another owner."""
+    """A slot for one RPC or request, which may be revoked in favour of another owner."""
 
     owner: str
     timeout: asyncio.Timeout
@@ -31,7 +31,7 @@ class Place:
 
 
 class _Held:
-    """Slots that may be revoked, grouped by owner, oldest first."""
+    """Keeps the occupied slots that may be revoked, grouped by owner, with the oldest first."""
 
     def __init__(self) -> None:
         self._by_owner: dict[str, dict[Place, None]] = {}
@@ -58,9 +58,10 @@ class _Held:
 
 
 class OpenPlaces:
-    """Slots for public RPCs. A new RPC always gets a slot.
+    """Slots for public methods, such as health checks. A new RPC or request always gets a slot.
 
-    If there are too many RPCs, the owner that holds the most slots loses the oldest of them.
+    If more than `count` slots are occupied, the owner that holds the most slots loses the oldest of
+    them.
     """
 
     def __init__(self, count: int) -> None:

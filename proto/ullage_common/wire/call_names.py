@@ -20,7 +20,7 @@ UNKNOWN_METHOD = "there is no such method; see reflection for those that there a
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
-    """Accepts calls to registered methods, and refuses all other calls."""
+    """gRPC's internal server class, changed to refuse calls to methods that are not registered."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)

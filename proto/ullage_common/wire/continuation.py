@@ -93,7 +93,10 @@ class Progress:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether engines with different fingerprints generated the tokens."""
+        """Whether engines with different fingerprints generated the tokens.
+
+        The answer may then differ from the one that a single engine would have given.
+        """
         return len(self.fingerprints) > 1
 
     @property
@@ -143,7 +146,10 @@ class Progress:
             self.fingerprints = ()
 
     def write(self, request: pb.GenerateRequest) -> None:
-        """Modify a request so that it continues this output, within the first engine's limits."""
+        """Modify a request so that the next engine continues this output.
+
+        The first engine's seed and output limit still apply.
+        """
         request.sampling.seed = self._seed
         max_tokens = min(self.max_tokens, request.stop.max_tokens or self.max_tokens)
         request.stop.max_tokens = max_tokens
@@ -160,7 +166,10 @@ class Progress:
 
 
 class Losses:
-    """The engines that one request lost after its first token."""
+    """Counts the engines that one request lost after its first token.
+
+    The counts show whether the request itself may be crashing engines, and when to abandon it.
+    """
 
     def __init__(self) -> None:
         self.total = 0

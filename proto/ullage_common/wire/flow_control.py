@@ -20,7 +20,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 
 @dataclass(slots=True)
 class _Pending:
-    """Deltas of one sample that are waiting to be merged with later deltas."""
+    """Deltas of one sample that are held back, to be merged with later deltas and sent as one."""
 
     responses: list[pb.GenerateResponse] = field(default_factory=list)
     num_tokens: int = 0

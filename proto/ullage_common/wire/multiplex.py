@@ -122,7 +122,7 @@ class _Stream:
                 await self._give_turn()
 
     async def send_all(self, context: Context) -> None:
-        """Send the outbox in batches until cancelled."""
+        """Send the responses that calls have put into the outbox, in batches, until cancelled."""
         while True:
             await self._has_news.wait()
             batch = self._outbox[:MAX_BATCH]

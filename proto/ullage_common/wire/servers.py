@@ -100,7 +100,10 @@ def new_probe_server() -> grpc.aio.Server:
 
 
 class Health:
-    """A server's health. A new server is live but not ready."""
+    """Reports over grpc.health.v1 whether a server is live, and whether it is ready for requests.
+
+    A new server is live but not ready.
+    """
 
     def __init__(self) -> None:
         self._servicer = HealthServicer()
