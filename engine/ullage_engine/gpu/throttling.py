@@ -1,7 +1,7 @@
 """Pure functions that reduce the batch size while GPUs are throttled.
 
 The driver throttles a GPU that is too hot or has too little power. A smaller batch draws less
-power, which lets the clocks recover. While the batch is reduced, boost is said to be off.
+power, which lets the clocks recover. While the batch size is reduced, boost counts as off.
 """
 
 from collections.abc import Iterable

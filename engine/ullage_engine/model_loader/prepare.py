@@ -85,9 +85,9 @@ class PreparedTensor:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether calibration may choose how the matrix is rounded.
+        """Whether the matrix's rounding can be calibrated.
 
-        This is the case if the matrix is rounded to int4, and does not keep the checkpoint's
+        It can if the matrix is quantised to int4 here, rather than keeping the checkpoint's
         quantised values.
         """
         return self.encoding is not None and self.encoding.format == "int4" and not self.is_kept

@@ -439,7 +439,8 @@ class EngineApp:
     async def _follow_health(self) -> None:
         """Update readiness and liveness whenever the engine's status changes.
 
-        The engine is not ready without a worker. It is not live if only replacing the pod can help.
+        The engine is not ready while it has no worker. It fails its liveness check only if nothing
+        short of replacing the pod can recover it.
         """
         while True:
             await self._health.set_ready(

@@ -27,7 +27,7 @@ class _Session:
 
 
 class Reservations:
-    """Block reservations of all requests in vLLM, and the blocks that sessions keep."""
+    """Tracks the KV blocks reserved for each request in vLLM, and the blocks kept for sessions."""
 
     def __init__(
         self,

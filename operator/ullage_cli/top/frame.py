@@ -35,7 +35,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class EngineRow(msgspec.Struct, frozen=True):
-    """The values shown for one engine. All sizes are in bytes of its KV pool."""
+    """The values shown for one engine. All sizes refer to its KV pool and are in bytes."""
 
     id: str
     pool: str

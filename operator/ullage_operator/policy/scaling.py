@@ -56,8 +56,8 @@ class ReplicasAt:
 class Strain:
     """A temporarily lowered target utilisation, and the time at which it last changed.
 
-    The target is lowered when requests are late although all requested engines are ready. The pool
-    then gets more engines for the same load.
+    The target is lowered when requests miss their latency objectives even though all desired
+    engines are ready. The pool then gets more engines for the same load.
     """
 
     at: float

@@ -1,4 +1,4 @@
-"""Builds each model only once, and shares it between the engines that describe it."""
+"""Caches models (tokenizer and chat template), shared by all engines that report the same one."""
 
 import asyncio
 from collections.abc import Callable

@@ -53,7 +53,7 @@ class Marks:
         return text
 
     def clear(self, text: str) -> str:
-        """Replace the marks in a text with the original characters."""
+        """Undo `mark` by replacing each mark in a text with the character that it stands for."""
         if len(self._pairs) > _FEW:
             return text.translate(self._cleared)
         for character, mark in self._pairs:
