@@ -44,8 +44,8 @@ class Behaviour:
     large_tokens: int = 300
     serves_stats: bool = True
     states_context: bool = True
-    slows_after: int = -1
-    """Requests after which every token takes ten times as long."""
+    tires_of_long_prompts: bool = False
+    """Whether every token takes forty times as long after a prompt of half the context."""
     grows_bytes: int = 0
     """Growth of the reported resident memory with every request."""
     has_other_plain_text: bool = False
@@ -70,6 +70,7 @@ class FakeServer:
     refusals: int = 0
     lost: int = 0
     is_dead: bool = False
+    is_tired: bool = False
     is_hurt: bool = False
     """Whether every stream breaks off, as after the death of a worker."""
     latest: list[dict[str, Any]] = field(default_factory=list)
@@ -133,6 +134,8 @@ class FakeServer:
 
         size = len(prompt.split()) + 4
         self.requests += 1
+        if behaviour.tires_of_long_prompts and size > CONTEXT // 2:
+            self.is_tired = True
         if size > CONTEXT and not behaviour.accepts_everything:
             return web.Response(status=400, text="too long")
         if behaviour.fails_long_prompts_with and size > CONTEXT // 3:
@@ -202,8 +205,7 @@ class FakeServer:
                 request.transport.abort()
                 return response
             await response.write(_event({"choices": [{"delta": {"content": word}}]}))
-            is_slow = 0 <= behaviour.slows_after < self.requests
-            await asyncio.sleep(10 * TOKEN_S if is_slow else TOKEN_S)
+            await asyncio.sleep(40 * TOKEN_S if self.is_tired else TOKEN_S)
         if not behaviour.drops_streams:
             end = {"choices": [{"delta": {}, "finish_reason": "length"}], "usage": usage}
             await response.write(_event(end) + b"data: [DONE]\n\n")
