@@ -256,11 +256,11 @@ def outcomes_of(server: Server, cases: Sequence[str], logs: Path) -> Iterator[Ou
     A server serves one case of requests after the other while it lives. Each fault gets a new
     server.
     """
-    left = list(cases)
-    while left:
+    waiting = list(cases)
+    while waiting:
         with in_group(server, logs) as (started, group):
-            while left:
-                case = left.pop(0)
+            while waiting:
+                case = waiting.pop(0)
                 outcome = asyncio.run(play(server, case, started, group))
                 group.lift()
                 yield outcome

@@ -4,15 +4,13 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 
 from ullage_bench.levels import Level, measure
 from ullage_verify.client import ChatAnswer
 from ullage_verify.target import Target
 
-PAUSE_S = 1.0
-"""Seconds for which a client pauses after a failure, or a refusal without Retry-After."""
 TURNS = 4
 """Number of turns in a conversation."""
 Numbers = Iterator[int]
@@ -88,15 +86,10 @@ async def closed_loop(sender: Sender, clients: float, seconds: float) -> Level:
         seconds: time after which no client sends another request.
     """
 
-    async def client() -> None:
-        while time.monotonic() < ends_at:
-            answers.append(await sender.request())
-            await _pause_after(answers[-1], ends_at)
+    async def request() -> Sequence[ChatAnswer]:
+        return [await sender.request()]
 
-    answers: list[ChatAnswer] = []
-    ends_at = time.monotonic() + seconds
-    await asyncio.gather(*(client() for _ in range(int(clients))))
-    return measure(clients, answers, ends_at)
+    return await _busy_clients(request, clients, seconds)
 
 
 async def open_loop(sender: Sender, rate: float, seconds: float) -> Level:
@@ -127,27 +120,28 @@ async def conversations(sender: Sender, clients: float, seconds: float) -> Level
         clients: number of concurrent clients.
         seconds: time after which no client starts another conversation.
     """
+    return await _busy_clients(sender.conversation, clients, seconds)
+
+
+async def _busy_clients(
+    act: Callable[[], Awaitable[Sequence[ChatAnswer]]], clients: float, seconds: float
+) -> Level:
+    """Let each client act again and again for `seconds`, and measure the level.
+
+    After an incomplete response, a client pauses, but not beyond `seconds`.
+    """
 
     async def client() -> None:
         while time.monotonic() < ends_at:
-            answers.extend(await sender.conversation())
-            await _pause_after(answers[-1], ends_at)
+            answers.extend(await act())
+            if not answers[-1].is_whole:
+                left_s = max(0.0, ends_at - time.monotonic())
+                await asyncio.sleep(min(answers[-1].pause_s, left_s))
 
     answers: list[ChatAnswer] = []
     ends_at = time.monotonic() + seconds
     await asyncio.gather(*(client() for _ in range(int(clients))))
     return measure(clients, answers, ends_at)
-
-
-async def _pause_after(answer: ChatAnswer, ends_at: float) -> None:
-    """After an incomplete response, sleep before the client's next request.
-
-    The pause lasts for the response's Retry-After time, or PAUSE_S seconds if it has none. It never
-    extends past `ends_at`.
-    """
-    if not answer.is_whole:
-        wait_s = answer.retry_after_s or PAUSE_S
-        await asyncio.sleep(max(0.0, min(wait_s, ends_at - time.monotonic())))
 
 
 Loop = Callable[[Sender, float, float], Coroutine[None, None, Level]]

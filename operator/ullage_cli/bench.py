@@ -14,7 +14,7 @@ from ullage_bench import report as reports
 from ullage_bench.levels import Level, Objectives, cost_of, engines_for, knee, regressions
 from ullage_bench.load import LOOPS, Sender, Shape, sweep
 from ullage_bench.report import Report
-from ullage_cli.server_url import add_target, server_url, write_reports
+from ullage_cli.server_url import add_report_files, add_target, server_url, write_reports
 from ullage_operator.api.errors import LocalFailure
 from ullage_verify.client import OpenAIClient
 from ullage_verify.target import Target, TargetError, describe
@@ -75,9 +75,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--tolerance", type=rate, default=10.0, metavar="PERCENT", help="against the baseline (10)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as a table")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write it as a curve")
+    add_report_files(parser, "curve")
     parser.set_defaults(run=run)
 
 

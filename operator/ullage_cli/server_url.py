@@ -54,6 +54,18 @@ def server_url(options: argparse.Namespace) -> Iterator[str]:
         yield forward.url()
 
 
+def add_report_files(parser: argparse.ArgumentParser, picture: str) -> None:
+    """Add the options that name the files of a report.
+
+    Args:
+        parser: the command's parser.
+        picture: kind of the picture, for the help.
+    """
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as a table")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help=f"write it as a {picture}")
+
+
 def write_reports(
     report: ReportT, forms: Sequence[tuple[Path | None, Callable[[ReportT], str]]]
 ) -> None:

@@ -7,9 +7,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
-from ullage_cli.server_url import add_target, server_url, write_reports
+from ullage_cli.server_url import add_report_files, add_target, server_url, write_reports
 from ullage_operator.api.errors import LocalFailure
 from ullage_verify import report as reports
 from ullage_verify.client import SILENCE_S, OpenAIClient
@@ -93,9 +92,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="after each fault once, N more at random moments of streams of every kind",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as a table")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write it as a picture")
+    add_report_files(parser, "picture")
     parser.set_defaults(run=run)
 
 

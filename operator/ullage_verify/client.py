@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,11 @@ SILENCE_S = 60.0
 MAX_ERROR_CHARS = 300
 CONNECT_S = 10.0
 DEFAULT_BUFFER_BYTES = 1 << 16
+RETRY_S = 1.0
+"""Seconds before the next request after a failure, or after a refusal without a Retry-After."""
+MAX_PAUSE_S = 60.0
 MAX_TRIES = 10
 """Maximum number of times that a client sends a request if it obeys Retry-After."""
-
 MAX_RETRY_AFTER_S = 120.0
 """Longest Retry-After, in seconds, for which a client waits before it retries."""
 _TEXT_FIELDS = ("reasoning_content", "reasoning", "content", "text")
@@ -71,6 +74,11 @@ class ChatAnswer:
     def is_refused(self) -> bool:
         """Return whether the server refused the request with status 429 or 503."""
         return self.status in (429, 503)
+
+    @property
+    def pause_s(self) -> float:
+        """Return how many seconds a client waits after a failure or a refusal, at most a minute."""
+        return min(self.retry_after_s or RETRY_S, MAX_PAUSE_S)
 
     @property
     def ttft_s(self) -> float:
@@ -322,13 +330,15 @@ def _add_usage(document: Document, answer: ChatAnswer) -> None:
 def _socket(num_bytes: int, address: Any) -> socket.socket:
     """Return a socket with a receive buffer of the given size."""
     family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_bytes)
-    return made
+    connection = socket.socket(family, kind, protocol)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_bytes)
+    return connection
 
 
 def _seconds(header: str | None) -> float | None:
+    """Return the seconds in a Retry-After header, or None without a positive number."""
     try:
-        return float(header) if header else None
+        seconds = float(header) if header else 0.0
     except ValueError:
         return None  # the header may have a date, and no server of this kind sends one
+    return seconds if 0 < seconds < math.inf else None

@@ -129,11 +129,17 @@ async def _delete_pod(namespace: str, pod: str) -> None:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
-        _, error = await asyncio.wait_for(process.communicate(), DELETE_TIMEOUT_S)
     except FileNotFoundError:
         raise TargetError("kubectl is missing; install it to make faults in a cluster") from None
+
+    try:
+        _, error = await asyncio.wait_for(process.communicate(), DELETE_TIMEOUT_S)
     except TimeoutError:
         raise TargetError(f"{' '.join(command)}: no answer in {DELETE_TIMEOUT_S:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if process.returncode:
         # Force deletion prints a warning, too, so only the status tells a failure.
         raise TargetError(f"{' '.join(command)}: {error.decode().strip()}")

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ PATIENCE_S = 60.0
 _HOG = """
 import os, sys, time
 size = int(sys.argv[1])
-held = []
 while True:
     if os.fork() == 0:
         block = b"1" * size
@@ -52,6 +52,7 @@ class MemoryLimit:
 
         self._hog: subprocess.Popen[bytes] | None = None
         """Process that uses up the group's memory, or None while no such process runs."""
+        self._is_released = threading.Event()
         self._origin: Path | None = None
         """Control group to which `release` returns the processes that `take` moved."""
         self._folder.mkdir()
@@ -81,6 +82,8 @@ class MemoryLimit:
 
     def release(self) -> None:
         """Kill the memory hog, lift the limit, and move processes back to their old group."""
+        # A hog that another thread is about to start must not outlive the limit.
+        self._is_released.set()
         self._end_hog()
         self.lift()
         if self._origin is None:
@@ -110,13 +113,16 @@ class MemoryLimit:
 
         Raises:
             TimeoutError: the kernel has not killed a process in time.
+            OSError: the processes that fill the group have exited before that.
         """
         before = self.num_kills()
         until = time.monotonic() + PATIENCE_S
         command = self.inside([sys.executable, "-c", _HOG, str(HOG_BYTES)])
         self._hog = hog = subprocess.Popen(command, start_new_session=True)
         try:
-            while self.num_kills() == before and hog.poll() is None:
+            while self.num_kills() == before and not self._is_released.is_set():
+                if (status := hog.poll()) is not None:
+                    raise OSError(f"the process that fills the memory ended with status {status}")
                 if time.monotonic() > until:
                     raise TimeoutError("the kernel killed nothing")
                 time.sleep(0.02)

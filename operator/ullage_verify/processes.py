@@ -33,10 +33,10 @@ class ServerProcesses:
             if folder.name.isdecimal() and (parent := _parent(folder)) is not None:
                 children.setdefault(parent, []).append(int(folder.name))
 
-        found = [self.pid] if (PROC / str(self.pid)).exists() else []
-        for pid in found:
-            found += children.get(pid, ())
-        return found
+        family = [self.pid] if (PROC / str(self.pid)).exists() else []
+        for pid in family:
+            family += children.get(pid, ())
+        return family
 
     def busiest(self, seconds: float = SAMPLE_S) -> int | None:
         """Return the id of the process with the highest CPU use, or None if all have exited.

@@ -39,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
         global streams
         count = min(30, body["max_tokens"])
         streams += count == 30
-        word = "b" if how == "changes" and streams > 6 else "a"
+        word = "b" if how == "changes" and streams > 9 else "a"
         for number in range(count):
             delta = {"choices": [{"delta": {"content": word}}]}
             self.wfile.write(f"data: {json.dumps(delta)}\\n\\n".encode())

@@ -165,6 +165,14 @@ def test_a_refusal_says_when_to_return() -> None:
     assert (answer.is_refused, answer.retry_after_s) == (True, 7.0)
 
 
+@pytest.mark.parametrize("header", ["inf", "nan", "-1", "0", "Wed, 21 Oct 2026 07:28:00 GMT", ""])
+def test_a_time_that_no_client_can_wait_is_no_time(header: str) -> None:
+    head = f"HTTP/1.1 429 Later\r\nretry-after: {header}\r\ncontent-length: 0\r\n\r\n"
+    answer = answer_to(sending(head.encode()))
+    assert answer.retry_after_s is None
+    assert answer.pause_s == 1.0
+
+
 def test_nobody_answers() -> None:
     async def scenario() -> ChatAnswer:
         async with OpenAIClient("http://127.0.0.1:9") as client:

@@ -158,6 +158,30 @@ def test_a_pod_is_deleted_by_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyP
         asyncio.run(_happen(fault))
 
 
+def test_a_kubectl_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("ullage_verify.faults.DELETE_TIMEOUT_S", 0.5)
+    with pytest.raises(TargetError, match=r"no answer in 0\.5 s"):
+        asyncio.run(_happen(pod_faults("prod", "chat-single-0")["death of the pod"]))
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+@pytest.mark.skipif(not HAS_GROUPS, reason="making control groups needs root and their files")
+def test_memory_that_cannot_be_filled_is_no_kill(
+    server: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_limit, "_HOG", "raise SystemExit(3)")
+    with (
+        process_faults(server[0]) as faults,
+        pytest.raises(TargetError, match="ended with status 3"),
+    ):
+        asyncio.run(_happen(faults["full memory, and the kernel kills"]))
+    assert state(server[1]) != "Z"
+
+
 def test_kubectl_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(TargetError, match="kubectl is missing"):

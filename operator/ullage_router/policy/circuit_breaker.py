@@ -175,7 +175,7 @@ class CircuitBreaker:
         self._probe = None
         self._outcomes.clear()
         self._trials.clear()
-        self.limit = 1
+        self.limit = 1 if self._section.max_ejection_percent else None
         self.openings += 1
 
     def check_integrity(self, now: float) -> None:

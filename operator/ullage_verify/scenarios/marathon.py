@@ -96,7 +96,7 @@ async def _stream(target: Target, marathon: Marathon, kind: RequestKind) -> None
         answer = await _ask(target, kind, marathon)
         marathon.answers.append((kind, answer))
         if not answer.is_whole:
-            await asyncio.sleep(answer.retry_after_s or RETRY_S)
+            await asyncio.sleep(answer.pause_s)
 
 
 async def _ask(target: Target, kind: RequestKind, marathon: Marathon | None = None) -> ChatAnswer:

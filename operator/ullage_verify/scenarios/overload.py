@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from ullage_verify.client import ChatAnswer
+from ullage_verify.client import MAX_RETRY_AFTER_S, ChatAnswer
 from ullage_verify.criteria import Checks
 from ullage_verify.quantiles import quantile
 from ullage_verify.scenarios.settings import ScenarioSettings
@@ -20,7 +20,6 @@ SECOND_TRY_SHARE = 0.5
 With a constant Retry-After, all clients return at once, and nearly all are refused again.
 """
 BACK_WITHIN_S = 30.0
-MAX_RETRY_AFTER_S = 120.0
 
 
 async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:

@@ -5,10 +5,10 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ullage_verify.client import MAX_RETRY_AFTER_S, ChatAnswer
+from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
 from ullage_verify.quantiles import quantile
 from ullage_verify.scenarios.settings import ScenarioSettings
@@ -23,7 +23,6 @@ MAX_MEMORY_SHARE = 0.85
 P95_S = 20.0
 MAX_GROWTH_SHARE = 0.05
 SAMPLE_S = 2.0
-RETRY_S = 1.0
 WARM_UP_SHARE = 0.25
 """Initial fraction of the memory samples that is ignored, because caches are still filling."""
 MIN_SAMPLES = 12
@@ -37,6 +36,8 @@ class SoakProgress:
 
     ends_at: float
     answers: list[ChatAnswer] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(10_000))
+    """Numbers of prompts that no turn has used."""
     resident: list[float] = field(default_factory=list)
     """Samples of the server's resident memory in bytes."""
     used_share: list[float] = field(default_factory=list)
@@ -85,25 +86,24 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
 async def _converse(target: Target, progress: SoakProgress, number: int) -> None:
     """Hold one conversation after another until the run is over."""
     chooser = random.Random(number)
-    for conversation in itertools.count():
+    while True:
         messages: list[dict[str, str]] = []
         tokens = 0
         while tokens < FULL_SHARE * target.context:
             if progress.is_over:
                 return
             turn = min(chooser.choice(TURN_TOKENS), target.usable // 4)
-            prompt_number = 10_000 + 1_000 * number + 100 * conversation + len(messages)
-            messages.append(dict(target.prompt(prompt_number, turn)[0]))
+            messages.append(dict(target.prompt(next(progress.numbers), turn)[0]))
             answer = await target.client.chat(
                 target.model, messages, chooser.choice(ANSWER_TOKENS), user=f"session-{number}"
             )
             progress.answers.append(answer)
             if answer.is_refused:
                 messages.pop()
-                await asyncio.sleep(min(answer.retry_after_s or RETRY_S, MAX_RETRY_AFTER_S))
+                await asyncio.sleep(answer.pause_s)
                 continue
             if not answer.is_whole:
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(answer.pause_s)
                 break
             messages.append({"role": "assistant", "content": answer.text or "-"})
             tokens = answer.prompt_tokens + answer.output_tokens

@@ -167,6 +167,12 @@ def sent(breaker: CircuitBreaker, now: float = 2.0) -> object:
     return request
 
 
+def test_without_ejections_there_is_no_limit() -> None:
+    breaker = CircuitBreaker(BreakerSection(failures=1, max_ejection_percent=0))
+    assert breaker.on_failure(object(), 0.0)
+    assert breaker.limit is None
+
+
 def test_requests_from_before_the_opening_do_not_raise_the_limit() -> None:
     breaker = opened()
     for _ in range(10):
