@@ -343,8 +343,8 @@ def faults(soak: Soak, e2e_s: float) -> list[str]:
 def growth(soak: Soak, name: str) -> float | None:
     """Return a process's memory growth in MiB, or None if the process lived too briefly.
 
-    A worker that was killed has two lives, of which the larger growth counts. Each life is judged
-    from its first answers on, because loading and the first steps allocate memory that is kept.
+    A killed worker has two lives, and the larger growth counts. The measurement of a life begins
+    with its first answers, because loading and the first steps allocate memory that is kept.
     """
     num_before = soak.answers_at_kill
     lives: list[list[float]] = [[], []]

@@ -175,7 +175,7 @@ def memory(target: Target, requests: int) -> None:
 
 
 def streams(machine: Machine, count: int) -> None:
-    """Open `count` streams at once, each of which lasts most of a second."""
+    """Open `count` streams at once. Each stream lasts most of a second."""
     ports, _ = machine.engines("slow-engine", 1, "--interval-ms", "50")
     target = machine.router("streams", ports)
     options = ["--connections", str(count), "--requests", str(count), "--seconds", "60"]

@@ -122,7 +122,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
     The function is called once the files are available, and returns how to start the worker.
 
     Raises:
-        AppError: if no installed engine supports these settings, whatever the model.
+        AppError: no installed engine supports these settings for any model.
     """
     has_vllm = find_spec("vllm") is not None
     choose = partial(

@@ -427,7 +427,7 @@ def _values(shard: _Shard) -> list[_Entry]:
 
 
 class Lease:
-    """One client's reservations and pins, all of which are released when the lease ends.
+    """One client's reservations and pins, which are released when the lease ends.
 
     Only one thread at a time may use a lease, except that any thread may call `close`.
     """

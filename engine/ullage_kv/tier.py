@@ -91,7 +91,7 @@ class TierStats:
     hits: int = 0
     """Number of blocks that were read from this tier."""
     misses: int = 0
-    """Number of blocks that were requested from this tier but not read, for whatever reason."""
+    """Number of blocks that were requested from this tier but not read, for any reason."""
     evictions: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0

@@ -14,7 +14,7 @@ from ullage_verify.target import Target
 TURNS = 4
 """Number of turns in a conversation."""
 Numbers = Iterator[int]
-"""Prompt numbers, each of which is used for only one request."""
+"""Prompt numbers. Each number is used for only one request."""
 
 
 @dataclass(frozen=True)

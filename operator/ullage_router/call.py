@@ -239,7 +239,7 @@ class ResponseStream(Protocol):
         """Return the number of tokens read so far, or the engine's final count at the end."""
 
     def events(self) -> AsyncIterator[Event]:
-        """Yield the events of the answer, the last of which is Finished.
+        """Yield the events of the answer. The last event is Finished.
 
         The other events are Delta and, for several samples, SampleFinished.
 

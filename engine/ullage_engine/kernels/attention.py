@@ -61,7 +61,7 @@ def fill_mask(mask: torch.Tensor) -> None:
 
 
 class DecodeAttention:
-    """Attention for a group of decodes, each of which is one token of a different sequence."""
+    """Attention for a group of decodes. Each decode is one token of a different sequence."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
         window_tokens: int = 0,
     ) -> None:
-        """Create an empty cache whose blocks are all free.
+        """Create an empty cache with only free blocks.
 
         Args:
             num_blocks: number of blocks in the pool.

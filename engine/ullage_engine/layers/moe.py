@@ -475,7 +475,7 @@ class Experts:
             weights: weights of this layer.
             arena: buffers of `ullage_engine.kernels.arena`.
             deterministic: whether results are batch-invariant.
-            reduce: sums a tensor over the ranks, each of which has a slice of every expert. None if
+            reduce: sums a tensor over the ranks. Each rank has a slice of every expert. None if
                 there is only one rank.
         """
         self._spec = spec
@@ -586,7 +586,7 @@ class Experts:
             self._weights.gate(gate_up[part], gated[part])
 
     def _parts(self, rows: int, width: int, unit: int) -> list[slice]:
-        """Split rows into slices, each of which takes one call of an elementwise operation.
+        """Split rows into slices, one for each call of an elementwise operation.
 
         A deterministic layer limits each call to the size that torch computes on a single thread.
         """

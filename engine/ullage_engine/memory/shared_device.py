@@ -100,7 +100,7 @@ def find_own(
 ) -> int | None:
     """Return the process id under which the driver lists this process, or None if ambiguous.
 
-    In a container, the driver may list the host's process ids, one of which may happen to equal
+    In a container, the driver may list the host's process ids. One of them may happen to equal
     this process's own id. This process is therefore recognised by its memory usage, which grew by
     `num_bytes` and then shrank again.
 

@@ -38,7 +38,7 @@ def read(meaning: str, *names: str) -> dict[str, Key]:
 
 
 def harmless(reason: str, *names: str) -> dict[str, Key]:
-    """Return rules for keys that never affect results, whatever their value."""
+    """Return rules for keys that may have any value, because they never affect results."""
     return dict.fromkeys(names, Key(reason))
 
 

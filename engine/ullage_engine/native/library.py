@@ -24,7 +24,7 @@ BLOCK_TOKENS = 16
 """Tokens per KV block. Attention reads the blocks in place."""
 
 VECTOR = 16
-"""Number of elements that are read and summed at a time, whatever the instruction set.
+"""Number of elements that are read and summed at a time, with every instruction set.
 
 Row lengths must be multiples of this number.
 """

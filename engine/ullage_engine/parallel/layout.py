@@ -117,7 +117,7 @@ class RankLayout:
     tensor: int = 1
     """Number of ranks that share each layer."""
     pipeline: int = 1
-    """Number of pipeline stages, each of which computes a contiguous range of layers."""
+    """Number of pipeline stages. Each stage computes a contiguous range of layers."""
 
     @property
     def world(self) -> int:

@@ -107,7 +107,7 @@ class PromptBudget:
         self._is_untouched = True
 
     def share(self, start: int, remaining: int) -> int:
-        """Return how many of a prompt's `remaining` tokens fit into what is left of the budget.
+        """Return how many of a prompt's `remaining` tokens fit into the rest of the budget.
 
         `start` is the position of the first remaining token.
         """

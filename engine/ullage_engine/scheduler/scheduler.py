@@ -165,8 +165,8 @@ class Scheduler:
         This is how a beam search branches. The child ranks directly behind its parent and is never
         refused. If memory is short, the child waits like a preempted sequence. The parent is not
         affected. If a parent is no longer needed, `cancel` it before the next fork, so that its
-        blocks can be reused. If the parent has already finished, the child reuses whatever KV is
-        left in the prefix cache.
+        blocks can be reused. If the parent has already finished, the child reuses the KV that is
+        still in the prefix cache.
         """
         assert child_request.request_id not in self._sequences, "the child's id is in use"
         parent = self._sequences.get(parent_id)

@@ -156,7 +156,7 @@ class EngineMetrics:
         self._steps[()] += 1
 
     def tokens(self, entry: JournalEntry, num_tokens: int) -> None:
-        """Record a request's new tokens, all of which arrived at the same time."""
+        """Record a request's new tokens, which arrived at the same time."""
         if not num_tokens:
             return
         now = time.monotonic()

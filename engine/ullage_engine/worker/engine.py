@@ -397,7 +397,7 @@ class EngineCore:
 
         Args:
             seconds: time from submitting the first plan to receiving its result.
-            plans: plans that were in flight during that time, of which only the first has finished.
+            plans: plans that were in flight during that time. Only the first one has finished.
         """
         if chunks := plans[0].chunks:
             self.scheduler.figures.observe_step(seconds, plans[0].num_tokens, len(chunks))

@@ -60,7 +60,7 @@ _QUANTIZED_BITS = {"int4": 5.0, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
 
 
 def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Amounts:
-    """Return the resources set by the pool, with its GPUs and with defaults for whatever is unset.
+    """Return a pool's resources: its own settings, its GPUs, and defaults for unset fields.
 
     GPUs are requested as limits, which the DCGM exporter also uses to attribute GPUs to pods. Pools
     on the CPU and pools with device claims get no GPU limits.
@@ -158,7 +158,7 @@ def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
 
 def router_resources(service: Service) -> Amounts:
-    """Return the resources set for routers, with defaults for whatever is unset."""
+    """Return the routers' resources: the service's settings, and defaults for unset fields."""
     return _over(service.spec.router.resources, _ROUTER)
 
 

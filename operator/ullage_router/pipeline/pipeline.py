@@ -39,7 +39,7 @@ _CANCELLED = (asyncio.CancelledError, GeneratorExit)
 
 
 class OptionalStages(msgspec.Struct, frozen=True):
-    """The stages of optional features, each of which is None if the feature is disabled."""
+    """The stages of optional features. A stage is None if its feature is disabled."""
 
     replacer: Replacer | None = None
     idempotency: IdempotencyKeys | None = None

@@ -45,9 +45,9 @@ class TokenizerThreads:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._short: list[_Job] = []
-        """Heap of jobs with short texts, some of which may no longer be waiting."""
+        """Heap of jobs with short texts. Some may no longer be waiting."""
         self._long: list[_Job] = []
-        """Heap of jobs with long texts, some of which may no longer be waiting."""
+        """Heap of jobs with long texts. Some may no longer be waiting."""
         self._numbers = itertools.count()
 
         self._sizes = Counter[str]()

@@ -90,7 +90,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _PendingPick:
-    """Identical requests of one `Pick` RPC, some of which have yet to be placed."""
+    """Identical requests of one `Pick` RPC, while some still wait to be placed."""
 
     priced: pb.PricedRequest
     remaining: int

@@ -12,7 +12,7 @@ NUM_STREAMS = 24
 TOKENS = 48
 SLOW_TOKENS = 600
 SLOW_PIECES = 30
-"""Number of initial events with text after each of which the slow client pauses."""
+"""Number of initial events with text. The slow client pauses after each of them."""
 SLOW_READ_S = 0.1
 SLOW_BUFFER_BYTES = 4096
 NUM_LEAVING = 12

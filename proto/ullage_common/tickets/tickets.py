@@ -248,7 +248,7 @@ class TicketKeys:
         self._folder = folder
         self._seen = fingerprint((folder,))
         self.all = load_keys(folder)
-        """All current keys, any of which can verify a ticket."""
+        """All current keys. Any of them can verify a ticket."""
         self.signer = Signer(self.all[-1])
         self._task: asyncio.Task[None] | None = None
 

@@ -127,7 +127,7 @@ def paged_attentions(
 def fused_convolution(
     plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
 ) -> "FusedConvolution":
-    """Prepare a step's convolutions, each of which takes a single kernel launch.
+    """Prepare a step's convolutions. Each one takes a single kernel launch.
 
     Args:
         plan: inputs of each row's convolution.

@@ -42,7 +42,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
-"""A list of texts, one of which the model must give as its answer.
+"""A list of texts. The model must answer with one of them.
 
 The length of the list is limited, because each text adds at least two bytes to the grammar, whose
 size is limited.

@@ -48,7 +48,7 @@ class Reader(Protocol):
         """Feed in more text, and return the text, reasoning and calls that are now certain."""
 
     def close(self) -> list[Piece]:
-        """End the answer, and return whatever was held back."""
+        """End the answer, and return the pieces that were held back."""
 
 
 @dataclass(frozen=True, slots=True)

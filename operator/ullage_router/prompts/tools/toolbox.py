@@ -25,7 +25,7 @@ class Toolbox:
     parameters: Mapping[str, Schema]
     """JSON Schema of the arguments object, by function name."""
     forced: Sequence[str]
-    """Names of functions, one of which the model must call. Empty if no call is required."""
+    """Names of the functions from which the model must call one (empty if it need not call any)."""
     single_call: bool
     """Whether at most one function may be called."""
 
