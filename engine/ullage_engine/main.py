@@ -156,7 +156,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
 
 
 def _vllm_uses_tiers(config: EngineConfig) -> bool:
-    """Return whether every rank can access the host tier, which vLLM needs to store KV there."""
+    """Return whether vLLM can store KV in the host tier, which it can if every rank has access."""
     is_reached = config.parallelism.pipeline == 1 and config.group.nodes == 1
     if not is_reached and config.memory.tiers.host.size != 0:
         log.info("memory.tiers: with vLLM KV stays on devices of several stages or nodes")
@@ -182,9 +182,9 @@ def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
 
 
 def _with_vllm(config: EngineConfig, has_vllm: bool) -> str:
-    """Return text for an error message about the native engine: how to use vLLM instead.
+    """Return advice to use vLLM instead, for error messages about the native engine.
 
-    If vLLM does not support the settings either, the text says what to change.
+    If vLLM does not support the settings either, the advice says what to change.
     """
     if refusal := refusal_by_vllm(config.model, config.memory):
         return f"change what vLLM refuses: {refusal}"

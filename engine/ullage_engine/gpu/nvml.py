@@ -101,7 +101,9 @@ class Nvml:
         return name if name != "NVMLError" else f"error {error.value}"
 
     def query(self, errors: Counter[str], *names: str, arguments: tuple[Any, ...]) -> Any:
-        """Call the first function that exists and return its result, or None if it fails.
+        """Call an NVML function under the first name that is available, and return its result.
+
+        Return None if the function is not available under any name, or if the call fails.
 
         Args:
             errors: counter of failures. A metric that the driver does not provide is not counted as

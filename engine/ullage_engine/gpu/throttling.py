@@ -1,7 +1,7 @@
 """Pure functions that reduce the batch size while GPUs are throttled.
 
 The driver throttles a GPU that is too hot or has too little power. A smaller batch draws less
-power, which lets the clocks recover. While the batch size is reduced, boost counts as off.
+power, which lets the clocks recover. Boost is said to be off while the batch size is reduced.
 """
 
 from collections.abc import Iterable
@@ -56,11 +56,12 @@ def advance(
     reasons: frozenset[str] | None,
     elapsed_s: float,
 ) -> BoostState:
-    """Return the state after a sample.
+    """Update the allowed batch size from a new sample, and return the new state.
 
-    If GPUs have been throttled long enough, the batch shrinks. Intermittent throttling adds up
-    if GPUs are throttled more than half of the time. After enough time without throttling, the
-    batch grows again. If the reasons are unknown, the state does not change.
+    If GPUs have been throttled long enough, the batch shrinks. Intermittent throttling has the same
+    effect if GPUs are throttled more than half of the time, because the time without throttling is
+    subtracted. After enough time without throttling, the batch grows again. If the reasons are
+    unknown, the state does not change.
 
     Args:
         section: the configured rules.

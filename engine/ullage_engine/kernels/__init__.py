@@ -1,5 +1,5 @@
-"""Tensor code used by layers: attention over paged KV, experts, step buffers and Triton kernels.
+"""Tensor code that layers call: paged attention, experts, step buffers and Triton kernels.
 
 This package depends on step plans and memory layouts. It must not depend on layers, model files or
-queued requests.
+the queue of requests.
 """

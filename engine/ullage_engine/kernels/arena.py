@@ -73,7 +73,10 @@ def pad_to_bucket(tokens: int) -> int:
 
 
 def context_bucket(blocks: int) -> int:
-    """Round a context length in blocks up to the bucket size that is gathered per sequence."""
+    """Round a context length, given in KV blocks, up to the next bucket size.
+
+    This is the number of blocks that attention gathers for each sequence.
+    """
     return _round_up(blocks, MIN_BLOCKS)
 
 
@@ -222,7 +225,7 @@ def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
 
 
 def partial_elements(model_config: ModelConfig) -> int:
-    """Return the maximum size, in float32 elements, of the partial results of a step's splits.
+    """Return how many float32 elements the partial results of split-KV take up at most in a step.
 
     If contexts are split, at most TARGET_PROGRAMS programs run, each for `group_size` query heads.
     Otherwise, decode attention writes its result directly.
@@ -286,11 +289,11 @@ class StepLimits:
     """Maximum number of tokens per expert slice (see `SLICE_TOKENS`)."""
 
     def product_rows(self, tokens: int) -> int:
-        """Return the number of rows, with padding, of the layers' matmuls for `tokens` tokens."""
+        """Return how many rows, including padding, the layers' matmuls have for `tokens` tokens."""
         return pad_to_bucket(pad_rows(tokens) if self.deterministic else tokens)
 
     def slice_tokens(self, tokens: int) -> int:
-        """Return the size, in tokens, of the largest expert slice in a step of `tokens` tokens."""
+        """Return the most tokens that the experts process at once in a step of `tokens` tokens."""
         return min(tokens, self.max_slice_tokens)
 
     def context_blocks(self, blocks: int) -> int:
@@ -499,9 +502,9 @@ def _attention_elements(model_config: ModelConfig, limits: StepLimits) -> dict[s
 def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     """Return the size in bytes of each float8 code buffer, keyed by buffer name.
 
-    One buffer holds the codes that a step writes, and the other the codes that it gathers.
-
-    Keys and values are written one after the other, so they can share one buffer.
+    One buffer holds the codes that a step writes to the cache. Keys and values share it, because
+    they are written one after the other. The other buffer holds the codes that a step gathers from
+    the cache.
     """
     width = model_config.num_kv_heads * model_config.head_dim
     return {

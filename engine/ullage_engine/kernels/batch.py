@@ -95,9 +95,10 @@ class PagedRows:
 class ConvPlan:
     """Indices that tell each row where to find the inputs of its convolution.
 
-    The indices point into a source matrix of columns. Its first T columns are a layer's inputs, one
-    per row. They are followed by the states of the C chunks, in chunk order. A chunk's state is the
-    kernel - 1 columns before its first row, oldest first.
+    The indices select columns of a source matrix. The first T columns are a layer's inputs, one for
+    each row of the step. They are followed by the states of the step's C chunks, in chunk order.
+    The state of a chunk consists of the kernel - 1 input columns before its first row, oldest
+    first.
     """
 
     taps: Ints
@@ -229,7 +230,7 @@ def _is_decode(chunk: Chunk) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The chunks in row order, and the position of every row in its chunk."""
+    """The order of a step's chunks in its flat batch, and the chunk and position of each row."""
 
     chunks: list[Chunk]
     num_decodes: int
@@ -336,9 +337,10 @@ def _conv_plan(layout: _Layout, kernel: int) -> ConvPlan:
     num_rows = len(layout.owners)
 
     def index(chunk: Ints, place: Ints) -> Ints:
-        """Return the indices of a chunk's columns in the source matrix of `ConvPlan`.
+        """Return where the source matrix of `ConvPlan` holds columns of a chunk and its state.
 
-        Column 0 is the first column of the state before the chunk.
+        Columns are numbered from the first column of the state before the chunk. The chunk's own
+        first row is therefore column kernel - 1.
         """
         in_state = num_rows + chunk * columns + place
         in_rows = layout.first_rows[chunk] + place - columns

@@ -94,7 +94,8 @@ class RowProducts:
     def _is_equal_in(self, size: int, weight: torch.Tensor) -> bool:
         """Return whether a product of `size` rows is bit-identical to products of `UNIT_ROWS` rows.
 
-        Each row is at a different position in the two computations.
+        The rows are at different positions in the two computations, so a result that depends on a
+        row's position is detected as well.
         """
         for seed in range(_probes(size * weight.shape[1], weight.dtype)):
             x = fill_random(weight.new_empty(size, weight.shape[0]), seed)

@@ -179,9 +179,9 @@ class KVPool:
             dtype: type of the stored elements, unless KV is float8.
             device: device of the pool.
             scales: float8 scales of each attention layer, or None to store KV as `dtype`.
-            windowed: whether layers with sliding windows have separate blocks. If so, each block
-                serves only layers with windows or only layers without. The i-th layer of each kind
-                uses the same position in its blocks.
+            windowed: whether layers with sliding windows have separate blocks. If so, a block
+                stores the KV of either the layers with windows or the layers without. The i-th
+                layer of either kind is stored at position i of that kind's blocks.
         """
         heads = 2 * model_config.num_kv_heads
         width = block_tokens * model_config.head_dim
@@ -408,7 +408,10 @@ class CopyTimer:
 
 
 def move(moves: Moves, pool: KVPool, host: HostPool) -> None:
-    """Copy whole blocks in the order that `Moves` specifies, without allocating memory."""
+    """Swap, copy and prefetch whole blocks as planned in `moves`, without allocating memory.
+
+    The blocks are moved in the order that `Moves` specifies.
+    """
     if moves.swap_out or moves.swap_in:
         with host.timer:
             for block, slot in moves.swap_out:

@@ -1,8 +1,8 @@
 """Uploads several host arrays to a GPU in one asynchronous copy.
 
-`upload` allocates memory on each call. `Staging` copies a step's index arrays to fixed memory on
-the device. If two steps stage arrays of the same shapes in the same order, the arrays end up at the
-same addresses, which captured CUDA graphs rely on.
+`upload` allocates memory on each call, whereas `Staging` copies a step's index arrays to fixed
+memory on the device. If two steps stage arrays of the same shapes in the same order, the arrays end
+up at the same addresses, which captured CUDA graphs rely on.
 """
 
 from collections.abc import Mapping

@@ -64,7 +64,7 @@ class BlockPool:
                 self._put(block)
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert that these block tables hold every reference, and that other blocks are free."""
+        """Assert that these block tables hold all references and that all other blocks are free."""
         held = Counter(block for table in tables for block in table)
         for block, ref_count in enumerate(self._ref_counts):
             assert held[block] == ref_count, f"block {block}: {held[block]} held, {ref_count}"

@@ -328,10 +328,11 @@ class PrefixCache:
         return self._tree.content_key(block, is_window=is_window)
 
     def take_keys(self, path: list[int] | None) -> None:
-        """Clear the content keys of blocks whose copies in tiers outside the device are discarded.
+        """Clear the content keys of cached blocks whose copies outside the device are discarded.
 
-        These blocks are the first block of `path` and all its descendants, or all cached blocks if
-        `path` is None. Blocks that are cached below a block without a key are not offered to tiers.
+        The keys of the first block of `path` and of all its descendants are cleared, or the keys of
+        all cached blocks if `path` is None. Blocks that are cached below a block without a key are
+        not offered to tiers.
         """
         if path is None:
             self._tree.take_keys(None)

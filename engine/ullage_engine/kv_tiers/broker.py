@@ -53,7 +53,7 @@ class TierHits(NamedTuple):
 
 
 class BlockFormat(NamedTuple):
-    """Properties of a worker's blocks that determine block keys and which prefixes are usable."""
+    """The format of a worker's blocks, which determines their keys and the usable prefixes."""
 
     space: bytes
     """Namespace of the block keys."""
@@ -292,9 +292,9 @@ class KvBroker:
             log.info("computed rather than loaded", extra=facts)
 
     def _remember(self, request_id: str, keys: list[bytes]) -> _Beginning:
-        """Return the tracked state of a request's stored prefix.
+        """Return what is known about a request's stored prefix, and keep track of it.
 
-        The first call for a request creates the state and asks the tiers what they store.
+        On the first call for a request, ask the tiers which of its blocks they store.
         """
         beginning = self._beginnings.get(request_id)
         if beginning is None:
@@ -334,7 +334,7 @@ class KvBroker:
         return [part_key(key, WINDOW_PART) for key in keys[first:]]
 
     def on_message(self, message: FromKv) -> None:
-        """Handle a message from the worker."""
+        """Handle a message in which the worker offers, requests or reports on KV blocks."""
         match message:
             case KvOffer():
                 self._post(KvGranted(slots=self._grant(message)))
@@ -385,9 +385,9 @@ class KvBroker:
         return slots
 
     def _ask(self, wanted: KvWanted) -> _Beginning:
-        """Return the tracked state of the stored prefix that a worker's query is about.
+        """Return what is known about the stored prefix of the request in a worker's query.
 
-        On the first query, also record the time as `asked_at`.
+        On the first query for a request, also record the time as `asked_at`.
         """
         beginning = self._remember(wanted.request_id, wanted.keys)
         if beginning.asked_at is None:

@@ -145,7 +145,7 @@ class LoadSpeed:
 
 
 class ComputeSpeed(NamedTuple):
-    """The prefill speed and the prefill backlog."""
+    """The prefill speed and backlog, from which the time for computing tokens is predicted."""
 
     tokens_per_s: float = 0.0
     """Tokens per second, or 0 before the first measurement."""

@@ -174,7 +174,7 @@ class KvTiers:
         """Start prefetching the stored KV of new requests if that is faster than computing it.
 
         Args:
-            requests: requests that have the same prompt, one for each sample of it.
+            requests: requests with the same prompt, one for each sample to generate.
 
         Returns:
             Copies of the requests, with `num_stored_blocks` set to the number of leading blocks

@@ -1,10 +1,10 @@
 """Token-mixing layers: attention with its backends, and LFM2's gated short convolution.
 
-Attention consists of projections, head norms, rotation and paged KV. Rotary position embedding
-rotates the two halves of each head (Su et al., 2021, in GPT-NeoX's order). Norms are root mean
-square norms (Zhang and Sennrich, 2019). `DefaultBackend` gathers KV pages on any device,
-`DeterministicBackend` is batch-invariant, and `PagedBackend` reads pages in place with Triton
-kernels.
+An attention layer consists of projections, head norms, rotation, and attention over paged KV. The
+rotation is a rotary position embedding of the two halves of each head (Su et al., 2021, in
+GPT-NeoX's order). All norms are root mean square norms (Zhang and Sennrich, 2019). There are three
+backends for attention: `DefaultBackend` gathers KV pages on any device, `DeterministicBackend` is
+batch-invariant, and `PagedBackend` reads pages in place with Triton kernels.
 
 The convolution runs over a flat batch of sequences:
 

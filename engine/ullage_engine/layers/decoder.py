@@ -7,9 +7,9 @@ ranks, each rank computes a range of consecutive layers, a slice of each layer, 
 The scales of float8 KV come from the largest key and value that a layer can produce for any input.
 This bound follows from the layer's weights alone. A normalised row has a length of at most √hidden,
 so |w · (row * norm)| is at most √hidden |w * norm| (Cauchy and Schwarz). Real inputs stay below
-this bound by about the same factor √hidden. This wastes 5 or 6 of the 14 powers of two between
-E4M3's smallest normal value and its largest. With scales from these bounds, values never saturate
-and keep their floating-point precision, and no calibration text is needed.
+this bound by about the same factor √hidden, which wastes 5 or 6 of the 14 powers of two between
+E4M3's smallest normal value and its largest. In return, values never saturate and keep their
+floating-point precision, and no calibration text is needed.
 """
 
 import math
@@ -401,7 +401,10 @@ class Decoder:
         return scales
 
     def check_tables(self) -> str:
-        """Recompute the rotary tables. Return the name of one that differs, or "" if all match."""
+        """Check the rotary tables against recomputed ones.
+
+        Return the name of a table that differs, or "" if all match.
+        """
         return different_table(self._model_config, self._tables.cos, self._tables.sin)
 
     def verify_row_invariance(self) -> str | None:

@@ -346,7 +346,7 @@ class Mxfp4Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Linear:
-    """Linear layer for one expert's packed matrix."""
+    """Linear layer for one expert's MXFP4 matrix, which is decoded panel by panel."""
 
     blocks: torch.Tensor
     """Packed values, uint8 [out, groups, 16]. The groups run along `in`."""
@@ -475,7 +475,7 @@ class Experts:
             weights: weights of this layer.
             arena: buffers of `ullage_engine.kernels.arena`.
             deterministic: whether results are batch-invariant.
-            reduce: sums a tensor over the ranks. Each rank has a slice of every expert. None if
+            reduce: sums a tensor over the ranks, each of which has a slice of every expert. None if
                 there is only one rank.
         """
         self._spec = spec

@@ -182,14 +182,17 @@ class NativeDecoder:
         return scales
 
     def vectors(self) -> dict[str, torch.Tensor]:
-        """Return the float32 tensors that the C++ library reads by their addresses, by name.
+        """Return the float32 tensors whose addresses were passed to the C++ library, keyed by name.
 
         They were converted from the model's tensors, and no step modifies them.
         """
         return {f"library.{name}": vector for name, vector in self._kept.items()}
 
     def check_tables(self) -> str:
-        """Recompute the rotary tables. Return the name of one that differs, or "" if all match."""
+        """Check the rotary tables against recomputed ones.
+
+        Return the name of a table that differs, or "" if all match.
+        """
         cos, sin = self._rotary_tables()
         return different_table(self._config, cos, sin)
 

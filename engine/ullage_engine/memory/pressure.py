@@ -91,7 +91,10 @@ class PressureController:
 
     @property
     def batch_share(self) -> float:
-        """Largest fraction of the maximum batch size that both pressure level and server allow."""
+        """Fraction of the maximum batch size that the scheduler may use.
+
+        This is the lower of the limits set by the pressure level and by the server.
+        """
         level = self._levels[self._number - 1] if self._number else None
         share = 1.0 if level is None or level.batch_share is None else level.batch_share
         return min(share, self._batch_limit)

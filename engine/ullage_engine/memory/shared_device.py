@@ -1,8 +1,9 @@
 """Works out how much of a shared GPU's memory each process uses.
 
-A GPU reports how much memory is free, which also depends on other processes: another engine, or a
-killed worker whose memory is still being released. The ledger tracks this process's memory. Memory
-held by other processes only reduces the size of the KV pool.
+A GPU only reports how much memory is free. This also depends on other processes, such as another
+engine, or a killed worker whose memory is still being released. The ledger tracks this process's
+memory, so the rest of the missing memory must be held by other processes. It only reduces the size
+of the KV pool.
 """
 
 import time

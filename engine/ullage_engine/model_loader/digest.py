@@ -173,8 +173,8 @@ argument about once per second."""
 def begin(compute: Callable[[], str]) -> Wait:
     """Run `compute` in a background thread, and return a function that waits for its result.
 
-    Digests of large files take long, so the caller can do other work first. An error in `compute`
-    is raised by the returned function.
+    Digests of large files take a long time to compute, so the caller can do other work first. An
+    error in `compute` is raised by the returned function.
     """
     result: Future[str] = Future()
     _start_thread(lambda: _settle(result, compute))

@@ -82,7 +82,7 @@ class _Span(NamedTuple):
 
 
 class Contradictions(NamedTuple):
-    """Error messages for tensors about which a model's files disagree, by tensor name."""
+    """Error messages for tensors on which a model's files contradict each other, by tensor name."""
 
     missing: dict[str, str]
     """Errors for tensors that are missing from the file to which the index assigns them."""
@@ -176,9 +176,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def contradictions(folder: Path) -> Contradictions:
-    """Return error messages for the tensors about which a model's files disagree.
+    """Return error messages for the tensors on which a model's files contradict each other.
 
-    The caller decides which of these tensors matter, because a disagreement about an unused tensor
+    The caller decides which of these tensors matter, because a contradiction about an unused tensor
     is harmless. The index says which file holds each tensor. However, if several files contain a
     tensor, transformers ignores the index and reads the tensor from the last file. The tensor's
     contents must therefore be equal in all files, unless the index points to the last file as well.

@@ -424,7 +424,10 @@ class GgufReader(PlainMatrices):
 
 
 def _stacked_names(name: str) -> list[str]:
-    """Return the names of the GGUF tensors that make up one of Hugging Face's gpt-oss tensors."""
+    """Return the names of the GGUF tensors that make up one of gpt-oss's expert tensors.
+
+    `name` is the expert tensor's name in Hugging Face checkpoints.
+    """
     match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(.+)", name)
     assert match is not None, name
     layer, part = match.groups()

@@ -260,7 +260,8 @@ def content_key(
 def source_key(files: ModelFiles, use: str) -> str:
     """Compute a key from the source files' paths, sizes and modification times.
 
-    The key also depends on `use`, so that it differs between uses of the same files.
+    `use` says what the files are used for. It is part of the key, so that different uses of the
+    same files have different keys.
     """
     digest = hashlib.sha256(f"{use}\n".encode())
     for path in _source_files(files):
@@ -488,9 +489,10 @@ def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
 
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a function to call with the size of each finished piece in bytes.
+    """Return a function that adds up the sizes of finished pieces and reports their sum.
 
-    It adds the size to a running sum and passes the sum to `progress`. It is thread-safe.
+    Call the function with the size of each piece in bytes. It passes the running sum to `progress`,
+    and is thread-safe.
     """
     lock = threading.Lock()
     done = 0

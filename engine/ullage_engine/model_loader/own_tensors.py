@@ -55,7 +55,7 @@ class Tensors(Protocol):
 
 
 def with_own_head(model_config: ModelConfig, tensors: Tensors) -> ModelConfig:
-    """Return the configuration, untied if the files contain a different output projection.
+    """Turn off weight tying in the configuration if the files have a different output projection.
 
     An output projection that differs from the embedding is used even if the configuration ties the
     two, as in transformers. In all other cases, `model_config` is returned unchanged.
@@ -161,9 +161,9 @@ def _is_stored_part(name: str, stems: set[str]) -> bool:
 
 
 def _is_computed_with(name: str, model_config: ModelConfig) -> bool:
-    """Return whether a tensor belongs to a part of the model that takes part in the computation.
+    """Return whether a tensor belongs to a part of the model that is used in the computation.
 
-    These parts are the configured layers, the embedding, the final norm and the head.
+    The used parts are the configured layers, the embedding, the final norm and the head.
     """
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None:

@@ -323,10 +323,10 @@ class PreparedForm:
 
     @property
     def _kept(self) -> Format | None:
-        """Format passed as `target` to `CheckpointReader.encoding`, or None to request no format.
+        """Format to request from `CheckpointReader.encoding`, or None to request no format.
 
-        It is None if `quantization` is `none`, or if `quantization` is `auto` and the device's
-        kernels do not read tiles.
+        No format is requested if `quantization` is `none`, or if `quantization` is `auto` and the
+        device's kernels do not read tiles.
         """
         if self.quantization == "auto":
             return "int4" if self._reads_tiles else None

@@ -100,8 +100,9 @@ def _decode(data: bytes) -> _Stored | None:
 class ProofFile:
     """The file that stores the proofs of all ranks from one verified start.
 
-    Its proofs are valid only for the same weights and the same `Facts`. Both determine the name of
-    the file, so a start with other weights or facts uses a different file.
+    Proofs can only be compared between starts with the same weights and the same `Facts`, which
+    record everything else that may change results. Both determine the name of the file, so a start
+    with other weights or facts uses a different file.
     """
 
     def __init__(self, folder: Path, weights_key: str, facts: Facts) -> None:

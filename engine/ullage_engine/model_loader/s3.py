@@ -1,4 +1,4 @@
-"""Fetches models and adapters from buckets. All files of a download come from one bucket listing.
+"""Fetches models and adapters from buckets, taking all files of a download from one listing.
 
 The cache has one folder per listing. The folder has a temporary name until all of its files have
 been fetched and verified, so that incomplete models are never used. A process and its children keep
@@ -73,7 +73,9 @@ class Download:
 
 
 def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) -> Path:
-    """Fetch a model and return its path, which this process and its children use from then on.
+    """Fetch a model, and return its path.
+
+    This process and its children use the same path from then on.
 
     Raises:
         WeightsError: not all files could be fetched.
@@ -163,7 +165,7 @@ def _named(folder: Path, key: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the cache folder of fetched objects."""
+    """Return the folder in which fetched models and adapters are cached."""
     given = os.environ.get(CACHE)
     if given:
         return Path(given)

@@ -1,4 +1,4 @@
-"""Client for a bucket of S3 or a compatible store: lists objects, and reads headers and ranges.
+"""Client for a bucket in S3 or a compatible store. Lists objects, and reads headers and ranges.
 
 Endpoint, region, credentials and certificates come from the environment, as for the AWS SDKs. The
 AWS Common Runtime finds credentials, signs requests, and retries requests that the store

@@ -44,7 +44,10 @@ class CheckpointReader(Protocol):
         ...
 
     def quantized(self, name: str) -> Quantized:
-        """Return the quantised values of a matrix for which `encoding` does not return None."""
+        """Return a matrix's quantised values.
+
+        `encoding` must return an encoding for this matrix, not None.
+        """
         ...
 
     def block_kind(self, name: str) -> str:

@@ -114,7 +114,10 @@ class Uploader:
 
 @contextmanager
 def placing(device: torch.device) -> Iterator[Place]:
-    """Yield a function that copies tensors to a device. On a CPU, tensors are not copied."""
+    """Yield a function that copies tensors to a device, on a GPU through pinned memory.
+
+    On a CPU, tensors are not copied.
+    """
     if device.type != "cuda":
         yield lambda tensor: tensor.to(device)
         return

@@ -1,7 +1,8 @@
-"""Lets a process exit with a distinct status if it aborts because memory ran out.
+"""Gives a process a distinct exit status if it aborts because memory ran out.
 
-When memory runs out, Python raises MemoryError, but Rust aborts, and so does C++ code that must not
-throw. The resulting SIGABRT does not reveal the reason.
+When memory runs out, Python code raises MemoryError, but Rust code aborts, and so does C++ code
+that must not throw. The process then dies of SIGABRT, which does not reveal that memory was the
+reason.
 """
 
 import contextlib

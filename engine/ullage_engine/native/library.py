@@ -63,7 +63,10 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """One decoder layer. Its vectors are float32. Missing vectors are null pointers."""
+    """One decoder layer, as the C++ library reads it.
+
+    The layer's vectors are float32. Pointers to vectors that the layer lacks are null.
+    """
 
     _fields_ = (
         *((name, c_void_p) for name in ("mixer_norm", "mlp_norm", "q_norm", "k_norm")),
@@ -207,10 +210,10 @@ class Team:
             raise ValueError("the workspace of each thread is smaller than the library needs")
 
     def multiply(self, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, model: Model) -> None:
-        """Write the product of x [rows, columns] and the transposed matrix to out.
+        """Multiply x [rows, columns] by the transposed matrix, and write the product to out.
 
-        The shape of out is [rows, matrix rows]. Both x and out are float32. `model` is used
-        only for its scratch buffers, which hold the rounded rows.
+        The shape of out is [rows, matrix rows]. Both x and out are float32. `model` only provides
+        the scratch buffers, which hold the rows of x after rounding.
         """
         arguments = (ctypes.addressof(matrix), x.data_ptr(), x.shape[0], out.data_ptr())
         self._library.ullage_multiply(self._team, *arguments, ctypes.addressof(model))

@@ -1,10 +1,11 @@
 """The layout of ranks: which part of the model each rank computes, and how much it transfers.
 
-The layout is pure arithmetic, so it is the same after every restart, and the ledger can reserve
-transfer buffers before they are allocated. A rank's number is stage * tensor + tensor rank. Ranks
-that share a layer are adjacent because they communicate twice per layer, whereas stages communicate
-only once per step. Layers are split into stages so that the largest stage is as small as possible.
-Size is measured by several criteria, and later criteria only break ties.
+The layout is pure arithmetic. It is therefore the same after every restart, and the memory ledger
+can reserve transfer buffers before they are allocated. A rank's number is stage * tensor + tensor
+rank, where `tensor` is the number of ranks that share a layer. These ranks have adjacent numbers
+because they communicate twice per layer, whereas stages communicate only once per step. Layers are
+split into stages so that the largest stage is as small as possible. The size of a stage is measured
+by several criteria, of which the later ones only break ties.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,9 +46,10 @@ def _is_within(limits: Sequence[tuple[Criterion, float]], run: tuple[int, int, i
 def _least_largest(
     count: int, parts: int, criterion: Criterion, limits: Sequence[tuple[Criterion, float]]
 ) -> float:
-    """Return the cost of the most expensive run in the best split under one criterion.
+    """Return the lowest possible cost of a split's most expensive run.
 
-    Only splits whose runs stay within `limits` under the earlier criteria are considered.
+    The cost is measured by one criterion. Splits with a run that exceeds the `limits` of the
+    earlier criteria are ruled out.
     """
 
     @cache
@@ -112,7 +114,7 @@ class Share(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The arrangement of a group of ranks."""
+    """How an engine's ranks are arranged into pipeline stages and tensor-parallel groups."""
 
     tensor: int = 1
     """Number of ranks that share each layer."""
@@ -137,11 +139,11 @@ class RankLayout:
         return stage * self.tensor + tensor_rank
 
     def is_first(self, rank: int) -> bool:
-        """Return whether the rank's stage embeds tokens."""
+        """Return whether the rank belongs to the first pipeline stage, which embeds the tokens."""
         return self.stage(rank) == 0
 
     def is_last(self, rank: int) -> bool:
-        """Return whether the rank's stage computes the logits."""
+        """Return whether the rank belongs to the last pipeline stage, which computes the logits."""
         return self.stage(rank) == self.pipeline - 1
 
     @property
@@ -308,9 +310,9 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
-    """Return how many weights the large matrices of a layer have.
+    """Return the number of weights in a layer's large matrices.
 
-    If `is_active`, count only as many experts as compute a single token.
+    If `is_active`, count only the experts that compute a single token instead of all experts.
     """
     hidden = model_config.hidden
     width = model_config.intermediate
@@ -337,10 +339,10 @@ def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, it
 def group_kv_bytes(
     model_config: ModelConfig, layout: RankLayout, itemsize: int, *, windowed: bool = False
 ) -> int:
-    """Return the bytes per token in a KV block, summed over all ranks.
+    """Return how many bytes one token takes up in KV blocks, summed over all ranks.
 
     Heads that are copied to several ranks count once per rank. If `windowed`, layers with sliding
-    windows have separate blocks.
+    windows have their own blocks.
     """
     parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]
     return sum(part.page_bytes_per_token(itemsize, windowed=windowed) for part in parts)

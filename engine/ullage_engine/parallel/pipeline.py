@@ -96,7 +96,7 @@ class RankGroup:
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Create a process group per list of ranks. Return the one that has this rank, or None."""
+        """Create one process group for each list of ranks. Return this rank's group, or None."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)
@@ -191,10 +191,12 @@ class StepTransfers:
 
 
 class PipelineRank:
-    """One rank's part in computing steps: micro-batches, transfers and sums.
+    """Splits one rank's steps into micro-batches, and exchanges data with the other ranks.
 
-    Buffers are allocated once. On CUDA, transfers overlap with computation. They are launched on a
-    separate stream, and NCCL makes the compute stream wait for the hidden states it needs.
+    The data are hidden states for the next stage, and partial sums for the ranks that share a
+    layer. Buffers are allocated once. On CUDA, transfers are launched on a separate stream, so that
+    they overlap with computation. NCCL makes the compute stream wait for the hidden states it
+    needs.
     """
 
     def __init__(
@@ -210,8 +212,8 @@ class PipelineRank:
         """Allocate the buffers of a rank.
 
         Args:
-            group: the group, or None if this rank computes alone. It then splits, sums and sends
-                nothing.
+            group: the rank's process group. None if this rank computes alone, in which case it
+                never splits a step and has nothing to sum or send.
             max_rows: number of rows in the largest matmul of a whole step, including padding.
             hidden: width of the hidden states.
             dtype: dtype of the hidden states.
@@ -288,8 +290,8 @@ def micro_batches(
     Chunks are not split by default. With `splits_chunks`, chunks of several tokens are split where
     needed to fill the micro-batches evenly, one after another. The later parts of a split chunk
     find the KV of the earlier parts in the cache, because every stage computes micro-batches in
-    order. Every rank splits a plan in the same way. Block moves are left out because they are
-    executed before the step.
+    order. Every rank splits a plan in the same way. The micro-batches contain no block moves,
+    because these are performed before the step.
 
     Args:
         plan: plan to split.
@@ -345,7 +347,7 @@ def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> 
 def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
     """Return tokens `first` to `end` of a chunk as a separate chunk.
 
-    Only the chunk that contains the original's last token is sampled.
+    When a chunk is split in this way, only the piece with its last token samples a token.
     """
     is_last = end == len(chunk.token_ids)
     return replace(

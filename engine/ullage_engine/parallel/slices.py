@@ -73,8 +73,8 @@ class Slicer:
             model_config: configuration of the whole model.
             layout: arrangement of the ranks.
             rank: rank whose slices are cut.
-            encodings: encodings of the whole model's quantised matrices. Ranks cut these only
-                between groups (`check_groups`).
+            encodings: encodings of the whole model's quantised matrices. A cut never divides a
+                group of packed values, which `check_groups` verifies.
         """
         self._layers = rank_layers(model_config, layout, rank)
         self._is_first = layout.is_first(rank)
@@ -144,7 +144,7 @@ class Slicer:
 
 
 def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Tensor:
-    """Concatenate ranges of an axis. A single range that is contiguous is returned as a view."""
+    """Concatenate ranges of an axis, or return a view of a single range that is contiguous."""
     parts = [tensor.narrow(axis, run.start, run.count) for run in runs]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, axis)
 

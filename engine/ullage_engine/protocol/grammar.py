@@ -46,9 +46,9 @@ def compile_error(text: str) -> str:
 
 
 def _cost_error(text: str) -> str:
-    """Return why compiling a grammar fails or takes too much memory, or "" on success.
+    """Compile a grammar as a test, and return why it fails or takes too much memory.
 
-    The grammar is compiled for a vocabulary of single bytes.
+    Return "" on success. The grammar is compiled for a vocabulary of single bytes.
     """
     before = _peak_bytes()
     matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
@@ -68,7 +68,8 @@ def _peak_bytes() -> int:
 def main() -> None:
     """Check a grammar from standard input. If it is unusable, write the reason to standard output.
 
-    If the grammar exceeds a resource limit, the process is killed by a signal other than SIGKILL.
+    If the grammar exceeds a resource limit, a signal kills this process. The signal is never
+    SIGKILL, which would mean that the machine is short of memory.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_HARD_BYTES, _HARD_BYTES))

@@ -118,7 +118,7 @@ class StopProfile(Message, frozen=True, kw_only=True):
 
 
 class KvGranted(Message, frozen=True, kw_only=True):
-    """Slots for the blocks that the worker offered.
+    """Reply to a `KvOffer`: slots in the host tier, to which the worker may copy offered blocks.
 
     An offered block gets no slot if it is already stored or cannot be stored now.
     """
@@ -273,7 +273,7 @@ class StateReport(Message, frozen=True, kw_only=True):
 
 
 class KvOffer(Message, frozen=True, kw_only=True):
-    """Offer of blocks that can be copied to the host tier. The reply is `KvGranted`."""
+    """Offers blocks that can be copied to the host tier. The reply is `KvGranted`."""
 
     blocks: list[KvBlock]
 
@@ -288,7 +288,7 @@ class KvWritten(Message, frozen=True, kw_only=True):
 
 
 class KvWanted(Message, frozen=True, kw_only=True):
-    """Query for stored blocks at the start of a sequence. The reply is `KvFound`."""
+    """Asks which blocks of a starting sequence are stored in any tier. The reply is `KvFound`."""
 
     number: int
     """Id of the query, unique within this worker."""

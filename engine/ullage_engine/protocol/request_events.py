@@ -277,7 +277,7 @@ class RequestEvents:
         ended: str = "",
         ago_s: float = 0.0,
     ) -> None:
-        """End a request's current phase, trace and record it, and start the next phase."""
+        """Start a request's next phase, after tracing and recording the phase that has ended."""
         computed = self.requests.get(request_id)
         if computed is None:
             return

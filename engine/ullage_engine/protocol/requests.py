@@ -91,14 +91,17 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def session_key(self) -> str:
-        """Return a session key that is unique across cache salts, or "" if there is no session."""
+        """Return the key of the request's session, or "" if it belongs to no session.
+
+        Sessions with the same id but different cache salts have different keys.
+        """
         return f"{self.cache_salt}\0{self.session_id}" if self.session_id else ""
 
     def is_complete(self, longest: int, resumed: bool) -> bool:
-        """Return whether a resumed request has nothing left to generate.
+        """Return whether a request has nothing left to generate, so that it needs no step.
 
-        A request that already has output counts as resumed, even if `resumed` is false. For other
-        new requests and for embedding requests, the result is False.
+        Only resumed requests can be complete. A request that already has output counts as resumed,
+        even if `resumed` is false. Embedding requests are never complete.
 
         Args:
             longest: maximum number of tokens in the request's sequence.

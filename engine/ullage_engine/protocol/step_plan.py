@@ -105,7 +105,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def first_stored(self) -> int:
         """Position of the first token whose newly computed KV is kept.
 
-        Any replayed tokens come before this position.
+        Tokens before this position are only replayed to rebuild the convolution state. Their KV is
+        already stored.
         """
         return self.start + self.num_replayed
 
@@ -170,7 +171,7 @@ class StepPlan:
         return [chunk for chunk in self.chunks if not chunk.is_decode]
 
     def sampled_parts(self) -> list[Chunk]:
-        """Return one truncated chunk for each token to sample. See `Chunk.sampled_parts`."""
+        """Return one chunk for each token that the step samples. See `Chunk.sampled_parts`."""
         sampled = [chunk for chunk in self.chunks if chunk.sampling is not None]
         return [part for chunk in sampled for part in chunk.sampled_parts()]
 

@@ -38,7 +38,7 @@ class ReservationState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
-    """Estimate of when memory will be released by running requests, and how much."""
+    """Estimate of how much memory running requests will release, and when."""
 
     after_s: float
     num_bytes: int
@@ -108,7 +108,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_waste_ratio(self) -> float:
-        """Return the fraction of the KV in block tables that holds no tokens, from 0 to 1."""
+        """Return the fraction of the space in used KV blocks that holds no tokens, from 0 to 1."""
         held = self.kv_held_bytes
         return max(0.0, 1.0 - self.kv_used_bytes / held) if held else 0.0
 

@@ -2,20 +2,21 @@
 
 weight[row, column] = value[row, column] * scale[row, column // group] + zero[row, column // group]
 
-In MXFP4, values and scales are codes: a value is one of 16 floating-point values, and a scale is a
-power of two. A block holds 32 values. It has a scale of one byte, and 16 bytes whose low halves are
-the codes of the first 16 values.
+In MXFP4, values and scales are stored as codes. A value's code stands for one of 16 floating-point
+numbers, and a scale's code for a power of two. A block of 32 values consists of one byte for the
+scale and 16 bytes for the values. The low halves of these 16 bytes are the codes of the first 16
+values.
 
 Matrices have the same layout in memory and in prepared files.
 
 * int4 stored by rows has two columns per byte, with the even column in the low half. mxfp4 has the
   same layout, and each of its scales takes one byte.
-* int8 and int4 in tiles, as `ullage_engine.native` reads them, have one tile per 16 rows and group
-  of columns. A tile contains the codes, 16 scales and 16 offsets. Scales and offsets are float16. A
-  code is the value minus the smallest value of the format. The offset is the weight of code 0 in
-  int4, and of value 0 in int8. The codes are stored in runs of four columns: the first run of every
-  row, then the second run of every row, and so on. In int4, the upper halves of the bytes hold the
-  second half of the group.
+* int8 and int4 in tiles, the layout that `ullage_engine.native` reads, have one tile for every 16
+  rows of a group of columns. A tile contains the codes, followed by 16 scales and 16 offsets in
+  float16. A code is the difference between a value and the smallest value of the format. The offset
+  is the weight that code 0 stands for in int4, and the weight that value 0 stands for in int8. The
+  codes are stored in runs of four columns: the first run of every row, then the second run of every
+  row, and so on. In int4, the upper halves of the bytes hold the second half of the group.
 
 Scales are rounded to their stored dtype before values are rounded, so the rounding error of a value
 is at most half a step for every dtype.
@@ -83,8 +84,8 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
     def is_scaled_by_row(self) -> bool:
         """Whether each row has a single scale.
 
-        This is False for MXFP4 and tiled matrices even if a row is a single group, because their
-        group sizes are restricted.
+        This is always False for MXFP4 and tiled matrices, whose group sizes are restricted, even if
+        a row happens to be a single group.
         """
         is_any_group = self.format != "mxfp4" and not self.is_tiled
         return is_any_group and self.num_groups == 1
@@ -265,7 +266,7 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
 
     Args:
         encoding: encoding of the matrix.
-        dtype: the computing type.
+        dtype: dtype in which the model computes.
     """
     rows, columns = encoding.shape
     stored = scale_type(encoding, dtype)
@@ -291,7 +292,10 @@ def piece_of(encoding: Encoding, name: str) -> Piece:
 
 
 def encoding_of_one(encoding: Encoding, count: int) -> Encoding:
-    """Return the encoding of a single matrix, given that of a stack of `count` equal shapes."""
+    """Return the encoding of a single matrix in a stack of `count` matrices of equal shape.
+
+    `encoding` is the encoding of the whole stack.
+    """
     rows, columns = encoding.shape
     return msgspec.structs.replace(encoding, shape=(rows // count, columns))
 
@@ -401,10 +405,10 @@ def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
 
 
 def _code_shift(encoding: Encoding) -> int:
-    """Return the quantised value whose weight is stored as a tile's offset.
+    """Return the quantised value whose weight a tile stores as its offset.
 
-    For int4, this is the smallest value, as in Q4_1. For int8, it is 0. The weight of the smallest
-    int8 value is so large that rounding it to float16 would cause a noticeable error.
+    For int4, this is the smallest value, as in Q4_1. For int8, it is 0, because the weight of the
+    smallest int8 value is so large that rounding it to float16 would cause a noticeable error.
     """
     return MIN_VALUE["int4"] if encoding.format == "int4" else 0
 

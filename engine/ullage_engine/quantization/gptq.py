@@ -152,8 +152,9 @@ class _Fit:
 def rounding_operations(rows: int, columns: int) -> float:
     """Estimate the number of floating-point operations in `quantise_calibrated`.
 
-    On average, half of the columns compensate for each column's errors. The estimate also includes
-    the comparison with rounding to nearest and the factorisation of three matrices.
+    The columns that are not rounded yet compensate for each column's error. On average, these are
+    half of all columns. The estimate also includes the comparison with rounding to nearest and the
+    factorisation of three matrices.
     """
     return columns**2 * (3.0 * rows + 2.0 * columns)
 
@@ -161,8 +162,9 @@ def rounding_operations(rows: int, columns: int) -> float:
 def rounding_bytes(rows: int, columns: int) -> int:
     """Estimate the peak memory of `quantise_calibrated` in bytes.
 
-    The function first needs five matrices the size of the Gram matrix. Later it needs three of
-    these and a dozen tensors the size of a slice of weights. All of these tensors are float32.
+    The peak is either at the start, when the function needs five matrices the size of the Gram
+    matrix, or later, when it needs three of these and a dozen tensors the size of a slice of
+    weights. All of these tensors are float32.
     """
     return 4 * max(5 * columns**2, 3 * columns**2 + 12 * min(ROW_ELEMENTS, rows * columns))
 

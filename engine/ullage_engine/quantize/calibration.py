@@ -219,7 +219,7 @@ def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
 
 
 def _remedy(prepared: Sequence[PreparedTensor]) -> str:
-    """Describe the possible quality loss of rounding to nearest, and the remedy if there is one."""
+    """Describe how much quality rounding to nearest may cost, and the remedy if there is one."""
     return COST + REMEDY if fit_a_checkpoint(each.plan for each in prepared) else COST
 
 
@@ -361,9 +361,10 @@ class LayerCalibration:
 
 
 class _Rounding:
-    """Replaces the linear layers of one model layer by calibrating ones, and collects results.
+    """Rounds the matrices of one model layer to int4 while a text passes through the layer.
 
-    The replacements round their weights to int4 for the inputs that they receive.
+    The linear layers are replaced by ones that calibrate on the inputs that they receive. `finish`
+    collects the rounded matrices.
     """
 
     def __init__(
@@ -376,7 +377,7 @@ class _Rounding:
 
         Args:
             prepared: the tensors to round, by name.
-            tensors: the weights of all tensors, by name.
+            tensors: weights of all the layer's tensors, by name.
             report: called at least once for each rounded tensor.
         """
         self._prepared = prepared

@@ -36,11 +36,11 @@ class TextPass:
 
         Args:
             loaded: the model.
-            dtype: the computing dtype.
+            dtype: dtype in which the model computes.
             window: maximum number of tokens per window.
-            wrap: returns a replacement for each matrix. Without it, the results match those of an
-                engine with default dtypes.
-            kv_dtype: type of stored KV.
+            wrap: returns a replacement for each linear layer. If there is no such function, the
+                results match those of an engine with default dtypes.
+            kv_dtype: dtype in which KV is stored.
         """
         limits = StepLimits(
             max_tokens=window,

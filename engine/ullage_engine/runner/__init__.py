@@ -1,5 +1,6 @@
 """Executes step plans on one rank's device.
 
-A runner runs the model, samples tokens and exchanges activations with other ranks. It computes the
-plans it is given and never decides what to run. It must not depend on gRPC or on waiting requests.
+A runner runs the model, samples tokens and exchanges activations with other ranks. It executes the
+plans that it is given and never decides what to run. It must therefore not depend on gRPC or on the
+queue of waiting requests.
 """

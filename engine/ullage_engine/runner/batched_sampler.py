@@ -40,7 +40,7 @@ SORT_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """What the host prepares for sampling one token per row, before any GPU work starts.
+    """Inputs for sampling one token per row, which the host prepares before any GPU work starts.
 
     Created by `plan_sampling` and used by `enqueue`.
     """

@@ -8,7 +8,8 @@ order if the row is filtered, and in id order otherwise.
 
 Draws are batch-invariant even though a GPU sums a row in an order that depends on the number of
 rows. This works because weights are integers (see `FIXED_POINT`), whose sums are exact in any
-order. Only the first additions of `_block_sums` are in float32, element by element.
+order. Only the first additions of `_block_sums` are in float32. They add tensors element by
+element, so their results do not depend on the number of rows either.
 """
 
 from collections.abc import Mapping, Sequence
@@ -282,7 +283,7 @@ def _block_sums(blocks: torch.Tensor) -> torch.Tensor:
     """Return the sum of each block as int64 [rows, blocks].
 
     The first three additions are in float32, because int64 would take twice the memory of the
-    logits. These additions are element by element, so results do not depend on the batch. Their
+    logits. They add tensors element by element, so their results do not depend on the batch. Their
     error is at most 3 * 2**-24.
     """
     half = BLOCK // 2

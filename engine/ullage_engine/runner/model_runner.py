@@ -103,10 +103,12 @@ class ModelRunner:
             device: device to compute on.
             dtype: type of activations and unquantised matmuls.
             limits: limits of a step, which determine the size of every buffer.
-            pipeline_rank: this rank's part of a group. None if one rank computes alone.
+            pipeline_rank: splits steps and communicates with the other ranks of the group. None if
+                one rank computes alone.
             wrap: returns a replacement for each linear layer of the model.
             wrap_experts: returns a replacement for the linear layers of experts.
-            kv_type: type of keys and values that are not stored as float8. None for `dtype`.
+            kv_type: dtype of stored keys and values, unless they are stored as float8. None to
+                store them as `dtype`.
             new_capture: starts capturing decode steps as CUDA graphs. Graphs require a single rank
                 that computes only with kernels. The model must have no experts, because the host
                 may have to read how many rows each expert has.
@@ -193,8 +195,8 @@ class ModelRunner:
     def state_pool_bytes(self) -> int:
         """Number of bytes that `allocate_kv` allocates in addition to KV blocks.
 
-        This memory holds the convolution states and the extra block for recomputing these states.
-        The number is 0 for models without convolutions.
+        They hold the convolution states, and an extra block that is needed to recompute these
+        states. The number is 0 for models without convolutions.
         """
         state_bytes = self.model_config.state_bytes(self._dtype.itemsize)
         return state_slots(self._limits.max_rows) * state_bytes + self._scratch_bytes
@@ -290,9 +292,10 @@ class ModelRunner:
                 self._native.use_memory(self._pool.layers, self._state_pool.layers)
 
     def verify_row_invariance(self) -> str | None:
-        """Check batch invariance on this machine, if the settings guarantee it.
+        """Check on this machine that a row's results do not depend on the other rows of its batch.
 
-        The check overwrites the arena, so call this method before `warm_up`.
+        This batch invariance is checked only if the settings guarantee it. The check overwrites the
+        arena, so call this method before `warm_up`.
 
         Returns:
             A description of the fault, or None if the check passes.
@@ -436,9 +439,10 @@ class ModelRunner:
             return sample(logits, chunks, self._counts, likeliest, team, self._as_computed(logits))
 
     def _as_computed(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Return the original logits in the model's dtype, given their float32 copy.
+        """Return the logits as the model computed them, in its own dtype.
 
-        Return None if the C++ library computes the model, because its logits are float32 already.
+        `logits` is their float32 copy, which has the same shape. Return None if the C++ library
+        computes the model, because its logits are float32 already.
         """
         if self._native is not None:
             return None
@@ -455,7 +459,10 @@ class ModelRunner:
             yield chunks, logits
 
     def _computed(self, plan: StepPlan) -> Iterator[_Computed]:
-        """Compute a step's micro-batches. Yield the results of those in which this rank samples."""
+        """Compute a step's micro-batches, and yield the logits from which this rank samples.
+
+        Micro-batches in which this rank samples nothing are left out.
+        """
         self._clear_begun_blocks(plan)
         parts = self._rank.split(plan)
         transfers = self._rank.transfers([part.num_tokens for part in parts])
@@ -496,10 +503,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
-        """Copy whole KV blocks of all layers: to the host, from the host, then within the device.
+        """Copy whole KV blocks, in all layers, as listed in `moves`.
 
-        No memory is allocated. Later steps see the result, except that prefetched blocks may not
-        arrive until the end of the next step.
+        Blocks are copied to the host, then from the host, then within the device. No memory is
+        allocated. Later steps see the copies, except that prefetched blocks may not arrive until
+        the end of the next step.
         """
         assert self._host is not None, "allocate_kv comes first"
         self._finish_prefetch()
@@ -648,7 +656,7 @@ class ModelRunner:
         return True
 
     def _computed_logits(self, rows: int) -> torch.Tensor:
-        """Return the logits buffer with `rows` rows, followed by any padding rows."""
+        """Return the buffer for the model's logits, with `rows` rows and any padding rows."""
         padded = self._limits.product_rows(rows)
         return shaped(self._sampling["computed"], padded, self.model_config.vocab)
 

@@ -22,11 +22,10 @@ def take_proof(
     *,
     verifies: bool,
 ) -> Proof:
-    """Compute the proof of this start from the tensors in memory and the logits of the probe.
+    """Compute the proof with which later starts of the same model compare their results.
 
-    Later starts of the same model compare their own results with the proof.
-
-    The probe overwrites the KV pool. All ranks of a group must take their proofs together.
+    The proof is computed from the tensors in memory and the logits of the probe. The probe
+    overwrites the KV pool. All ranks of a group must take their proofs together.
 
     Args:
         runner: runner with an allocated KV pool.

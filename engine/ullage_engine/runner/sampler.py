@@ -49,8 +49,8 @@ def sample(
         likeliest: likeliest token of each row (the first one if tied), or -1 if a logit is not
             finite. None if it is not known yet.
         team: threads of the C++ library, which choose tokens on a CPU. None if torch chooses.
-        computed: the same logits in any dtype, which are not changed. Used only on GPUs. None to
-            make a copy of `logits`.
+        computed: the logits as computed, in any dtype, which are not overwritten. They are used
+            only on GPUs. None to make a copy of `logits` instead.
     """
     counts = counts or PenaltyCounts(len(chunks))
     if logits.device.type != "cpu":
@@ -196,7 +196,8 @@ def _draw_rows(
 ) -> dict[int, int]:
     """Draw a token for each of these rows, and return the tokens by row index.
 
-    A token is `UNSETTLED` if the row's filters keep more tokens than there are candidates.
+    Filtered rows draw from their `width` likeliest tokens (the candidates). If a row's filters keep
+    more tokens than there are candidates, its token is `UNSETTLED`.
     """
     tokens: dict[int, int] = {}
     for start in range(0, len(indices), SORT_ROWS):

@@ -84,9 +84,8 @@ class StepGraphs:
     def find(self, batch: StepBatch) -> Action | None:
         """Return the function that replays this batch's graph, or None if there is no such graph.
 
-        Upload the batch's indices before replaying the graph.
-
-        Graphs only exist for steps that consist of decodes and sample every row.
+        Graphs exist only for steps that consist of decodes and sample every row. Before replaying a
+        graph, upload the batch's indices.
         """
         is_whole = len(batch.sampled) == batch.num_tokens
         if len(batch.rows.prompts.counts) or not is_whole:

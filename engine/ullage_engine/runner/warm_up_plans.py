@@ -78,7 +78,7 @@ def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[S
 
 
 def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yield a decode plan for every number of rows that a matmul can have, largest first."""
+    """Yield a decode plan for each number of rows that matmuls are padded to, largest first."""
     most = min(limits.max_rows, limits.max_tokens)
     for rows in reversed(_largest_of_each(limits.product_rows, most)):
         chunks = [make_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)]
@@ -141,8 +141,8 @@ def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[
 def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
     """Yield plans of 1, 2, 4 and so on decodes at this context length.
 
-    The number doubles as long as attention may group that many decodes, and is capped at
-    `limits.max_rows`.
+    The number doubles as long as the contexts of that many decodes fit into the gather workspace
+    together. It is capped at `limits.max_rows`.
     """
     gathered = max(
         1, limits.max_gather_tokens // (limits.context_blocks(blocks) * limits.block_tokens)
@@ -164,7 +164,10 @@ def _tiles(context: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPl
 
 
 def _largest_of_each(bucket: Callable[[int], int], limit: int) -> list[int]:
-    """Group the sizes 1 to `limit` by their `bucket`, and return the largest size per group."""
+    """Return the largest of the sizes 1 to `limit` in each bucket.
+
+    `bucket` returns the bucket that a size belongs to.
+    """
     largest = {bucket(size): size for size in range(1, limit + 1)}
     return list(largest.values())
 

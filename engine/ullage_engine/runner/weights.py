@@ -125,7 +125,7 @@ def model_weights(
 
 
 def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
-    """For each matmul, yield the encoding of the matrix that it reads.
+    """Yield the encoding of the matrix that each quantised matmul reads.
 
     For stacked experts, this is the encoding of a single expert's matrix.
     """

@@ -92,9 +92,9 @@ class AdmissionControl:
     def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
         """Create a request's sequence, and set its place in the scheduling order.
 
-        The priority and arrival number come from `rank`. The sequence gets the next serial number,
-        which replaces the one in `rank`. It therefore ranks behind all earlier sequences with the
-        same priority and arrival number.
+        The sequence takes its priority and arrival number from `rank`, but gets a new serial
+        number. It therefore ranks behind all earlier sequences with the same priority and arrival
+        number.
         """
         self._num_submitted += 1
         return Sequence(
@@ -112,7 +112,7 @@ class AdmissionControl:
         return min(self._limits.max_model_len, pool_tokens)
 
     def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
-        """Return how many tokens each of a request's `num_samples` samples may have in total.
+        """Return the maximum total length, in tokens, of each of a request's `num_samples` samples.
 
         If the request belongs to a session with a KV limit, all samples together must stay within
         that limit.
@@ -125,7 +125,7 @@ class AdmissionControl:
         return min(longest, most_tokens(self._profile, limit, num_prompt, num_samples))
 
     def releases(self) -> list[ReleaseState]:
-        """List when sequences are expected to release memory, and how much. See `soonest_releases`.
+        """Estimate when sequences will release memory, and how much. See `soonest_releases`.
 
         If there are many sequences, the list may be slightly out of date.
         """
@@ -191,8 +191,8 @@ class AdmissionControl:
     def _queue_slots(self, num_requests: int) -> int:
         """Return how many more requests may wait in the queue.
 
-        An empty queue always has room for `num_requests`, even if they exceed the queue's maximum
-        length.
+        An empty queue always has room for the next `num_requests` requests, even if they exceed its
+        maximum length.
         """
         num_waiting = self._sequences.num_waiting
         free = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting

@@ -27,7 +27,7 @@ _last_step_of = operator.attrgetter("last_step")
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:
-    """The cost of computing prompt tokens, relative to a token at the beginning of a prompt.
+    """Estimates how much work prompt tokens are, in units of a token at the beginning of a prompt.
 
     A token costs 1, plus 1 per `even_context` tokens of context that it attends to.
     """
@@ -45,7 +45,7 @@ class PromptCost:
         return count * (1.0 + (start + count / 2) / self.even_context)
 
     def tokens_within(self, budget: float, start: int, most: int) -> int:
-        """Return how many of the `most` prompt tokens from position `start` fit into `budget`."""
+        """Return how many tokens from position `start` fit into `budget`, at most `most`."""
         if self.of(start, most) <= budget:
             return most
         if budget <= 0.0:
@@ -128,9 +128,9 @@ class PromptBudget:
 
 
 class Transfers(NamedTuple):
-    """Copies between the device and other KV tiers that one step makes.
+    """The copies that one step makes between the device and other KV tiers.
 
-    They are reported to the server once they are completed.
+    Once they are complete, they are reported to the server.
     """
 
     stored: tuple[KvSlot, ...] = ()
@@ -165,8 +165,8 @@ def postponed_decodes(
         max_decodes: maximum number of decodes in the step.
         max_read_bytes: maximum total KV bytes that the step's decodes may read. `MIN_DECODES`
             decodes are exempt from this limit.
-        read_bytes: returns the bytes that a decode reads for a sequence length. The function must
-            be nondecreasing and concave, which also holds for sliding windows.
+        read_bytes: returns how many bytes a decode reads if its sequence has this many tokens. The
+            function must be nondecreasing and concave, as it is even with sliding windows.
 
     Returns:
         The request ids of the postponed decodes.
@@ -254,7 +254,8 @@ def make_decode(sequence: Sequence) -> Chunk:
 def banned_tokens(sequence: Sequence) -> list[int]:
     """List the tokens that must not be sampled next.
 
-    These are the stop tokens until the output has `min_tokens` tokens, and none after that.
+    Until the output has `min_tokens` tokens, these are the stop tokens. After that, no token is
+    banned.
     """
     request = sequence.request
     return request.stop_token_ids if sequence.num_output < request.min_tokens else []

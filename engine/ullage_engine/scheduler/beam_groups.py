@@ -91,7 +91,7 @@ class _BeamGroup:
         )
 
     def add_output(self, output: TokenOutput) -> bool:
-        """Record a beam's output, and return whether all beams have reported."""
+        """Record a beam's output. Return whether it was the last one that the step needed."""
         if output.request_id in self.candidates or output.logprobs is None:
             return False
 

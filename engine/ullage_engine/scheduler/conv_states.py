@@ -81,7 +81,7 @@ class ConvStatePool:
             child.conv.state = state
 
     def release_next(self, sequence: Sequence) -> None:
-        """Free the slot to which the sequence's next state would have been written."""
+        """Free the slot that was assigned for a sequence's next state, without using it."""
         if sequence.conv.next_slot is not None:
             self._slots.free([sequence.conv.next_slot])
             sequence.conv.next_slot = None
@@ -104,10 +104,10 @@ class ConvStatePool:
         assert not set(written) & set(states), "a state is overwritten"
 
     def _is_usable(self, state: ConvState, num_computed: int) -> bool:
-        """Return whether a step may continue from this state, with no replay from a zero state.
+        """Return whether a sequence may continue from this state, instead of replaying from zero.
 
-        Continuing must lead to an exact state at `num_computed`, and must not take more tokens than
-        a replay from the zero state.
+        Continuing must yield the exact state at `num_computed`, and must not compute more tokens
+        than a replay from the zero state would.
         """
         zero = max(0, num_computed - self.replay_tokens)
         return state.since <= zero <= state.num_tokens <= num_computed

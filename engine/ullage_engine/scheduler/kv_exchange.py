@@ -52,7 +52,10 @@ class Granted(NamedTuple, Generic[Place]):
 
 
 class BlockOffers(Generic[Place]):
-    """Tracks blocks offered to the server until they are copied. Offers are answered in order."""
+    """Tracks blocks from when they are offered to the server until they are copied.
+
+    The server answers offers in the order in which it receives them.
+    """
 
     def __init__(self) -> None:
         self._new_blocks: dict[bytes, tuple[KvBlock, Place]] = {}
@@ -109,7 +112,7 @@ class BlockOffers(Generic[Place]):
         """Remove and return granted slots: those to fill in the next step, and those to give back.
 
         Args:
-            is_there: returns whether a location still holds the offered block.
+            is_there: returns whether the offered block is still at this location.
         """
         granted = Granted[Place]([], [])
         for _ in range(min(_MAX_STORED, len(self._granted))):
@@ -123,7 +126,7 @@ class BlockOffers(Generic[Place]):
 
 @dataclass(slots=True, eq=False)
 class KvQuery:
-    """A query to the server for a sequence's blocks that may be in tiers outside the device."""
+    """A query that asks the server which of a sequence's blocks are in tiers outside the device."""
 
     number: int
     first: int
@@ -199,7 +202,8 @@ class KvExchange(Generic[Place]):
             request_id: the request that needs the blocks.
             first: index of the first requested block.
             keys: content keys of all blocks up to the last requested block.
-            is_rest: whether an earlier answer said that these blocks were still being loaded.
+            is_rest: whether this is a follow-up query, for blocks that were still being loaded when
+                an earlier query was answered.
         """
         query = KvQuery(next(self._numbers), first, keys)
         self._queries[query.number] = query
@@ -215,7 +219,10 @@ class KvExchange(Generic[Place]):
         return query
 
     def on_found(self, answer: KvFound) -> None:
-        """Record the answer to a query. If the query has ended, release the slots in the answer."""
+        """Record the server's answer to a query.
+
+        If the query has ended in the meantime, release the slots in the answer.
+        """
         query = self._queries.get(answer.number)
         if query is None:
             self.give_back(answer.number)

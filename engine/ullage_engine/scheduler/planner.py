@@ -34,7 +34,9 @@ class BatchPlanner:
         self._max_read_bytes = state.limits.decode_tokens * self._read_bytes(1)
 
     def plan(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
-        """Plan a step for the running sequences. If it has any chunks, the plan is now in flight.
+        """Plan a step for the running sequences.
+
+        Unless it has no chunks, the plan is in flight from then on.
 
         Args:
             prompt_tokens: maximum number of prompt tokens that the step computes.
@@ -104,9 +106,9 @@ class BatchPlanner:
     def _present(self, running: list[Sequence]) -> list[Sequence]:
         """Return the sequences whose KV is already on the device.
 
-        Sequences that are waiting for the answer to a KV query are left out. If the KV of all other
-        sequences is still to be copied to the device, they are returned anyway, and the step waits
-        for the copies.
+        Sequences that are waiting for the answer to a KV query are left out. If the KV of every
+        other sequence has yet to be copied to the device, there is nothing else to compute. These
+        sequences are then returned anyway, and the step waits for the copies.
         """
         if self._tiers:
             running = [each for each in running if not self._tiers.is_waiting(each)]
@@ -137,10 +139,10 @@ class BatchPlanner:
         return self._chunk(sequence, start, 1)
 
     def _can_decode(self, sequence: Sequence) -> bool:
-        """Return whether only one token must be computed before the next token can be sampled.
+        """Return whether computing a single token is enough to sample the next one.
 
-        If tokens must be replayed to rebuild a convolution state, they count as prompt tokens and
-        the result is False.
+        If earlier tokens must first be replayed to rebuild a convolution state, they count as
+        prompt tokens and the result is False.
         """
         start = self._conv_states.next_position(sequence)
         return sequence.is_decoding and start == sequence.num_computed
@@ -163,11 +165,12 @@ class BatchPlanner:
     def _allocate(self, sequence: Sequence, start: int, end: int) -> bool:
         """Allocate blocks for tokens `start` to `end`, preempting other sequences if necessary.
 
+        The least important running sequences are preempted first. A sequence in flight cannot be
+        preempted before its plan is committed.
+
         Returns:
-            Whether the blocks were allocated. The least important running sequences are preempted
-            first, and the allocation fails if this sequence is preempted itself. It also fails if
-            the next sequence to preempt is in flight, because that sequence can only be preempted
-            once its plan is committed.
+            Whether the blocks were allocated. If not, this sequence has been preempted itself, or
+            the next sequence to preempt is in flight.
         """
         size = self._cache.block_tokens
         first = sequence.num_computed // size

@@ -229,7 +229,7 @@ class BlockReservations:
         sequence.num_writable = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that the module's invariant holds, and that the totals match the sequences."""
+        """Assert that the pool covers all reservations, and that the totals match the sequences."""
         present = list(sequences)
         self._cache.check_integrity(sequence.held_blocks for sequence in present)
         for each in present:
@@ -259,7 +259,7 @@ class BlockReservations:
         assert not is_shared, f"{sequence.request_id} would write to a shared block"
 
     def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
-        """Return how many unshared blocks a sequence needs for its expected length.
+        """Return how many blocks a sequence needs for its expected length, besides shared blocks.
 
         If the sequence has a parent, the blocks that the parent computes are shared, and
         `num_shared` is ignored. Otherwise, the blocks of its first `num_shared` tokens are shared.
@@ -296,7 +296,10 @@ class BlockReservations:
         return self._cache.match(sequence.token_ids, salt, sequence.prefix.cached_path)
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
-        """Add cached prefix blocks to a sequence, which may already hold the first of them."""
+        """Make a sequence use all cached blocks in `hits`, which match its prefix.
+
+        The sequence may already hold the first of these blocks.
+        """
         windows = self._cache.window_blocks(hits)
         self._cache.share(hits[len(sequence.blocks.ids) :] + windows)
         sequence.blocks.ids = hits

@@ -355,8 +355,8 @@ class Scheduler:
         """Build a plan from these chunks and all pending moves.
 
         `done` contains the transfers of the plan that this one replaces. They have already been
-        performed, and are reported to the server once the new plan has been computed, or with a
-        later plan if the new one has no chunks.
+        performed, so they are reported to the server once the new plan has been computed. If the
+        new plan has no chunks, a later plan reports them.
         """
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
         moves = self._swap.drain(chunks)
@@ -407,7 +407,7 @@ class Scheduler:
     ) -> TokenOutput:
         """Append a sampled token to a sequence, and return the output for the client.
 
-        The output also includes the draft tokens in `before`, which are already appended.
+        The output begins with the draft tokens in `before`, which the sequence already contains.
         """
         request = sequence.request
         tokens = sequence.token_ids

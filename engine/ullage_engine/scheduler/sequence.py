@@ -34,7 +34,7 @@ class BlockTable:
 
     @property
     def end(self) -> int:
-        """Return the block index, within the sequence, just past this table's last block."""
+        """Return the index, within the sequence, of the block after this table's last block."""
         return self.first + len(self.ids)
 
 
@@ -83,7 +83,7 @@ class Fork:
 
 @dataclass(slots=True, eq=False)
 class PrefixLookup:
-    """What is known about a sequence's leading blocks in the prefix cache and other KV tiers."""
+    """Results of looking up a sequence's leading blocks in the prefix cache and other KV tiers."""
 
     content_keys: list[bytes] = field(default_factory=list)
     """Content keys of the leading blocks, as far as they have been computed."""

@@ -42,7 +42,7 @@ _WEIGHT = 0.2
 
 
 class PromptLookup:
-    """Drafts the tokens that followed the last earlier occurrence of a text's final n-gram.
+    """Drafts tokens by repeating what followed the previous occurrence of a text's last n-gram.
 
     Each token is indexed only once, so the time per draft does not depend on the text's length.
     """
@@ -79,7 +79,7 @@ class PromptLookup:
         return draft
 
     def _index(self, length: int) -> None:
-        """Add positions before `length` to the index, and drop positions that are too old."""
+        """Index the n-grams that end before position `length`, and drop those that are too old."""
         tokens = self._token_ids
         followed = self._followed
 
@@ -102,7 +102,7 @@ class PromptLookup:
 
 
 class _Drafts:
-    """One sequence's draft index and its recent acceptance rate."""
+    """Drafting state of one sequence: its draft index and its recent acceptance rate."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.lookup = PromptLookup(token_ids)

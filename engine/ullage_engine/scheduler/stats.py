@@ -150,8 +150,7 @@ def holder_shares(block_ids: list[int], ref_count: Callable[[int], int]) -> floa
     """Count the blocks that a sequence holds. A block shared by n sequences counts as 1/n.
 
     A sequence that holds a block also holds all blocks before it, so reference counts never
-    increase along a block table. Binary searches can therefore find where the count changes, which
-    happens only a few times.
+    increase along a block table. They change only a few times, and binary searches find where.
     """
     shares = 0.0
     start = 0

@@ -55,7 +55,9 @@ class SwapManager:
         self._swapping_in: list[Sequence] = []
 
     def copy_shared(self, table: list[int], index: int, block: int) -> list[int]:
-        """Replace the shared block at `index` of a table with `block`, and plan to copy its KV.
+        """Replace the shared block at `index` of a table with a writable copy, `block`.
+
+        The next plan copies the KV of the shared block to `block`.
 
         Returns:
             A new table. The original is not modified.
@@ -141,9 +143,9 @@ class SwapManager:
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
-        """Remove and return the pending moves.
+        """Remove and return the pending moves, for the next plan to perform.
 
-        `computed` lists the chunks of the plan that will perform them.
+        `computed` contains the chunks of that plan.
         """
         if not (self._outs or self._swapping_in or self._copies):
             return Moves()

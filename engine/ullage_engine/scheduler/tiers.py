@@ -45,9 +45,10 @@ _LEAST_WAIT_S = 0.02
 
 @dataclass(slots=True)
 class _Wait:
-    """A sequence that waits for the answer to its KV query, and then for free blocks to load into.
+    """A sequence that waits for stored KV to be loaded to the device.
 
-    In the meantime, the sequence computes the blocks before the first requested block.
+    It waits for the answer to its KV query first, and then for free blocks to load into. In the
+    meantime, it computes the blocks before the first requested block.
     """
 
     query: KvQuery
@@ -104,7 +105,7 @@ class TierTransfers:
 
     @property
     def has_moves(self) -> bool:
-        """Return whether there are copies to perform or report, even with nothing to compute."""
+        """Return whether a step must perform or report copies, even with nothing to compute."""
         return bool(self._exchange.has_granted or self._ins or self._kept != Transfers())
 
     def take_messages(self) -> list[FromKv]:
@@ -222,11 +223,11 @@ class TierTransfers:
         return sequence in self._arriving
 
     def place(self, in_flight: Container[Sequence]) -> None:
-        """Allocate device blocks for the stored KV of sequences whose queries have been answered.
+        """Allocate device blocks for the stored KV that the server has found for waiting sequences.
 
         Sequences in `in_flight` are skipped, and so are sequences that are still computing the
-        blocks before the stored ones. If the answer says that further blocks are being loaded, and
-        the sequence has not computed these blocks yet, query the server for them.
+        blocks before the stored ones. If the server's answer says that further blocks are still
+        being loaded, and the sequence has not computed these blocks yet, query the server for them.
         """
         for wait in list(self._waiting.values()):
             query = wait.query
@@ -251,7 +252,8 @@ class TierTransfers:
         """Drop the pending query and copies of a sequence that is preempted or ends.
 
         Returns:
-            Whether copies were dropped, in which case the sequence's last blocks were never filled.
+            True if copies were dropped, so that the blocks at the sequence's end have never been
+            filled.
         """
         wait = self._waiting.pop(sequence, None)
         if wait is not None:
@@ -291,11 +293,11 @@ class TierTransfers:
         return moves, Transfers(tuple(slot for slot, _ in stored), read)
 
     def keep(self, transfers: Transfers) -> None:
-        """Save the copies of a plan without chunks, so that a later plan reports them."""
+        """Save a plan's copies, to be reported with the next plan that has chunks."""
         self._kept = self._kept.and_those_of(transfers)
 
     def take_kept(self) -> Transfers:
-        """Remove and return the saved copies, to report them with the next plan."""
+        """Remove and return the saved copies, to report them with a plan that has chunks."""
         kept = self._kept
         self._kept = Transfers()
         return kept

@@ -360,7 +360,10 @@ class AdapterSet:
             self._engine_status.set_preparing(False)
 
     async def _end_preparing(self) -> None:
-        """Stop delaying readiness for adapters that take too long to load."""
+        """Stop waiting for adapters `FIRST_ADAPTERS_S` seconds after a worker has begun to serve.
+
+        From then on, adapters that are still loading no longer delay readiness.
+        """
         while not self._engine_status.serving:
             await self._engine_status.changed(within_s=60.0)
         await asyncio.sleep(FIRST_ADAPTERS_S)

@@ -204,7 +204,9 @@ class EngineApp:
         return self._certificates.material if self._certificates is not None else None
 
     async def _open_tiers(self, launch: WorkerLaunch) -> KvTiers | None:
-        """Allocate the host tier. Return None if there is none or the workers do not use it.
+        """Allocate the host tier, and return the KV tiers for the workers.
+
+        Return None if there is no host tier or the workers do not use it.
 
         Raises:
             AppError: the configured memory is not available.
@@ -357,7 +359,8 @@ class EngineApp:
         """Check the ticket if this is a Generate RPC, and return the tenant to charge for the RPC.
 
         Returns:
-            None for services that anyone may call, otherwise "" (tenant unknown).
+            None for services that anyone may call, which have limits of their own. Otherwise "",
+            which means that the tenant is unknown.
 
         Raises:
             ServiceError: a Generate RPC lacks a required ticket.

@@ -82,7 +82,7 @@ class Dispatcher:
             self._send(worker, submission)
 
     def end_trial(self, worker: WorkerHandle) -> None:
-        """Stop holding back other requests once the suspect need not be retried alone any more.
+        """Let other requests run again, once the suspect no longer has to be retried alone.
 
         The suspect is a request that may have killed a worker. Without a suspect, do nothing.
         """
@@ -183,7 +183,7 @@ class Dispatcher:
         Args:
             worker: the worker that has exited.
             is_short: whether the worker exited because other processes had taken its memory. Such
-                an exit does not increase `lone_deaths`.
+                an exit does not count towards any request's `lone_deaths`.
         """
         self._suspect = None
         sent = [entry for entry in self._journal.unfinished() if entry.submitted]
@@ -202,7 +202,7 @@ class Dispatcher:
                 entry.fail(_memory_short() if is_short else _worker_lost(entry.deaths))
 
     def on_other_fingerprint(self) -> None:
-        """Flag partly answered requests as inexact, because the next worker may differ.
+        """Flag partly answered requests as inexact, because their answers may change midway.
 
         Call this if the next worker's fingerprint differs from the previous worker's.
         """

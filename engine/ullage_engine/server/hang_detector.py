@@ -48,8 +48,8 @@ class ProcStats:
 def read_proc_stats(pid: int) -> ProcStats | None:
     """Return the combined statistics of a process and its children, or None if it has exited.
 
-    A rank often waits for other ranks, so the processes count as waiting only if all of them are.
-    They count as stopped if any of them is.
+    Ranks often wait for each other. The combined statistics therefore say "waiting" only if all
+    processes are waiting, but "stopped" if at least one of them is stopped.
     """
     own = _read(pid)
     if own is None:
@@ -100,13 +100,13 @@ def _fields(path: Path) -> list[str]:
 
 
 class HangDetector:
-    """Tracks how long a worker has been silent, idle, busy and without progress.
+    """Decides whether a worker hangs, based on its messages, its progress and its CPU use.
 
-    The longest known step is the longer of two durations: the step that the worker measured at
-    startup, and the longest of the last `_REMEMBERED_STEPS` steps. A worker counts as hung if its
-    busiest thread has used a multiple of this duration as CPU time without finishing a step. Time
-    during which other processes used the worker's cores does not count. If the worker measured no
-    step, only the fixed deadline applies.
+    A worker counts as hung if its busiest thread has used a multiple of the longest known step as
+    CPU time without finishing a step. The longest known step is either the step that the worker
+    measured at startup, or the longest of the last `_REMEMBERED_STEPS` steps, whichever took
+    longer. Time during which other processes used the worker's cores does not count. If the worker
+    measured no step, only the fixed deadline applies.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
@@ -161,7 +161,7 @@ class HangDetector:
         self.on_progress()
 
     def tick(self, elapsed_s: float, *, is_loading: bool, has_work: bool) -> None:
-        """Add the time since the last check to the worker's silence.
+        """Add the time since the last check to the time for which the worker has been silent.
 
         If the worker is loading or has work, also add it to the time without progress.
         """

@@ -39,8 +39,9 @@ class HealthScore:
 class StepTolerances:
     """Step-time limits of the open requests, in seconds.
 
-    A request's limit is the longest step with which its answer would still be in time. The engine
-    reports the lowest limit, so that routers do not send it requests that make its steps longer.
+    A request's limit is the longest that steps may take if its answer is still to arrive in time.
+    The engine reports the lowest limit, so that routers do not send it requests that would make its
+    steps take longer.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class EngineStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a worker is serving and readiness no longer waits for the initial adapters."""
+        """Whether a worker is serving and the initial adapters no longer delay readiness."""
         return self.serving and not self.is_preparing
 
     @property
@@ -164,12 +165,15 @@ class EngineStatus:
         self.fault()
 
     def fault(self, factor: float = 0.5) -> None:
-        """Multiply the health score by a factor. The score recovers over time."""
+        """Lower the health score after a fault, by multiplying it by `factor`.
+
+        The score recovers over time.
+        """
         self._health.fault(time.monotonic(), factor)
         self._wake()
 
     def stay_out(self, reason: str) -> None:
-        """Stop serving requests permanently, and report `reason` as why the engine is not ready."""
+        """Stop serving permanently. The status reports `reason` as why the engine is not ready."""
         self.serving = False
         self.not_ready_reason = reason
         self._wake()

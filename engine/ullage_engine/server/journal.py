@@ -43,7 +43,7 @@ class Update:
 
 
 class News:
-    """Wakes the task that sends a request's output, immediately or once it may send more tokens.
+    """Wakes the task that sends a request's output, at once or when held-back tokens may be sent.
 
     `SendWindow` decides when tokens are sent. Journal entries predict that time from the RPC's
     `SendPace`, so that the sending task does not wake up before it may send.

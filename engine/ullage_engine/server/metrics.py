@@ -1,7 +1,7 @@
 """An engine's Prometheus metrics: `ullage_*` and the `vllm:` names that dashboards expect.
 
 The `vllm:` aliases are derived from the same samples on every scrape, so nothing is counted twice.
-A worker's counts start at zero, but the exported counters continue across workers.
+Each worker counts from zero, but the exported counters include the counts of earlier workers.
 """
 
 import time
@@ -82,7 +82,7 @@ class EngineMetrics:
         self.worker_state(ready.state)
 
     def worker_state(self, state: WorkerState) -> None:
-        """Export a worker's gauges and counters. Counters continue across workers."""
+        """Export a worker's gauges and counters. Counters include the counts of earlier workers."""
         self._worker.state = state
         self._blocks.set(state.kv_pool_bytes // self._block_bytes)
         self._used_blocks.set(state.kv_held_bytes // self._block_bytes)
@@ -156,7 +156,7 @@ class EngineMetrics:
         self._steps[()] += 1
 
     def tokens(self, entry: JournalEntry, num_tokens: int) -> None:
-        """Record a request's new tokens, which arrived at the same time."""
+        """Record that `num_tokens` new tokens of a request have arrived together."""
         if not num_tokens:
             return
         now = time.monotonic()

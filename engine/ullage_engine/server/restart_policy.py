@@ -72,7 +72,9 @@ class RestartPolicy:
         return min(self.max_backoff_s, self.first_backoff_s * 2.0 ** (num_failures - 2))
 
     def runs_alone(self, deaths: int, serving_s: float) -> bool:
-        """Return whether to retry a request alone until a worker survives one of its decode steps.
+        """Return whether to retry a request without any others, because it may have killed workers.
+
+        It then runs alone until a worker survives one of its decode steps.
 
         Args:
             deaths: number of workers that the request may have killed since its last decode.
@@ -115,10 +117,10 @@ class RestartPolicy:
     def suspect_after_s(
         self, slowest_step_s: float | None, longest_step_s: float, num_steps: int
     ) -> float:
-        """Return for how many seconds a worker that has work may use no CPU.
+        """Return how long a worker that has work may use no CPU before it counts as hung.
 
-        After that, it counts as hung. The value is clamp(slow_steps * slowest recent step,
-        min_suspect_s, busy_after_s), or busy_after_s before the first step.
+        The value, in seconds, is clamp(slow_steps * slowest recent step, min_suspect_s,
+        busy_after_s), or busy_after_s before the first step.
         """
         busy_after_s = self.busy_after_s(longest_step_s, num_steps)
         if slowest_step_s is None:

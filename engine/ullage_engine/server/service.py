@@ -305,7 +305,7 @@ class InferenceService(rpc.InferenceServiceServicer):
     async def _in_time(self, streaming: Coroutine[Any, Any, Finish], context: Context) -> Finish:
         """Await the stream, and time out the RPC if its client stops reading.
 
-        This frees the RPC's journal entries.
+        The timeout frees the journal entries of the RPC.
         """
         try:
             async with asyncio.timeout(self._time_limit(context) + SLOW_CLIENT_GRACE_S):
@@ -336,7 +336,10 @@ class InferenceService(rpc.InferenceServiceServicer):
 
 
 def _pace_of(context: Context) -> SendPace:
-    """Return how long an RPC's tokens may be held back. Only multiplexed RPCs hold back tokens."""
+    """Return how long an RPC's tokens may be held back, so that several are sent together.
+
+    Tokens are held back only for RPCs that share one stream (`Multiplex`).
+    """
     return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 

@@ -527,7 +527,7 @@ class WorkerSupervisor:
 
 
 def _is_group_lost(status: int, ready: Ready | None) -> bool:
-    """Return whether the exit status means that the worker's engine has lost a rank."""
+    """Return whether a worker's exit status means that its engine has lost one of its ranks."""
     has_ranks = ready is not None and len(ready.ranks) > 1
     # NCCL's watchdog aborts the process whose collective failed.
     lost_by = (OUT_OF_MEMORY, HOST_SHORT, -signal.SIGABRT)

@@ -32,7 +32,7 @@ class TicketVerifier:
         section: the configured keys. Without keys, all requests are admitted and tickets are
             ignored.
         engine_id: id of this engine, which a ticket must name.
-        model: the served model, to which tenants' tickets are bound.
+        model: the served model. A request with a tenant's ticket may not name any other model.
         clock: returns the Unix time in seconds.
 
     Raises:
@@ -93,7 +93,8 @@ class TicketVerifier:
         Raises:
             ServiceError: UNAUTHENTICATED if the ticket is invalid or used up, or is required but
                 missing. PERMISSION_DENIED if the request exceeds the ticket's claims.
-                RESOURCE_EXHAUSTED if too many used tickets have not expired.
+                RESOURCE_EXHAUSTED if there are too many used tickets to remember that have not
+                expired yet.
         """
         if self._keys is None:
             return

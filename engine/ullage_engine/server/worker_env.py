@@ -73,8 +73,8 @@ def worker_env(
         threads: number of compute threads per rank.
         num_ranks: number of ranks in the engine.
         nccl: NCCL settings that override the defaults.
-        owns_cores: whether no other engine runs on this engine's cores. The ranks of one engine
-            always share cores with each other.
+        owns_cores: whether no other engine runs on this engine's cores. Ignored if there are
+            several ranks, because these always share cores with each other.
     """
     own = {**WORKER_ENV, "OMP_NUM_THREADS": str(threads)}
     if num_ranks > 1:
@@ -104,7 +104,10 @@ def vllm_env(
 
 
 def launch_env(config: EngineConfig, environment: Callable[..., dict[str, str]]) -> dict[str, str]:
-    """Return the environment for the workers that this configuration starts on this node."""
+    """Return the environment variables for the workers that this configuration starts on this node.
+
+    `environment` builds them from the settings: `worker_env` or `vllm_env`.
+    """
     threads = config.server.threads or max(1, usable_cores() // config.num_local_ranks)
     owns_cores = config.server.owns_cores
     nccl = config.parallelism.nccl

@@ -1,4 +1,4 @@
-"""Metrics derived from worker reports. Counters continue when a worker is replaced."""
+"""Metrics derived from worker reports. Counters keep their totals across workers."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
@@ -24,11 +24,11 @@ def families(
 ) -> Iterable[Metric]:
     """Yield one Prometheus metric family per row of `table`, with one sample per owner.
 
-    An owner whose value is None gets no sample.
+    Owners are the objects that the metrics describe. An owner whose value is None gets no sample.
 
     Args:
         table: pairs of a metric's name and a function that reads its value from an owner.
-        owners: pairs of label values and the object (owner) that they describe.
+        owners: pairs of an owner's label values and the owner itself.
     """
     for name, read in table:
         family = name.family()
@@ -39,7 +39,7 @@ def families(
 
 
 class WorkerCollector(Collector):
-    """Collects metrics from worker reports. Counters continue when a worker is replaced."""
+    """Collects metrics from worker reports. Counters keep their totals across workers."""
 
     def __init__(self, values: tuple[str, ...]) -> None:
         self._values = values

@@ -109,7 +109,7 @@ class ModelTokenizer:
     def begin(self, ids: list[int]) -> list[int]:
         """Return a conversation's token ids, with a BOS token prepended if `chat_adds_bos`.
 
-        The ids are returned unchanged if they already begin with a BOS token.
+        No second BOS token is added if the ids already begin with one.
         """
         bos_id = self._bos_id if self.chat_adds_bos else None
         return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]

@@ -65,8 +65,8 @@ def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
 def _sides(name: str, dtype: str, shape: list[int]) -> int:
     """Return a weight matrix's input size plus output size, or 0 for any other tensor.
 
-    A LoRA adapter of rank r needs r times this many elements for the matrix. If a tensor stacks
-    several experts, their sizes are added up.
+    A LoRA adapter of rank r stores r times this many elements for the matrix. For a tensor that
+    stacks several experts, return the sum over all experts.
     """
     if len(shape) < 2 or name.replace("_", ".").endswith(_UNADAPTED):
         return 0
@@ -83,7 +83,7 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
         most: configured maximum.
         room_bytes: memory available for adapters.
         size: bytes per slot.
-        copy_bytes: bytes of `room_bytes` that each loaded adapter takes in addition to its slot.
+        copy_bytes: bytes that each loaded adapter takes besides its slot, also out of `room_bytes`.
         num_spare: number of slots that must stay empty.
     """
     each = size + copy_bytes
@@ -95,7 +95,7 @@ def fetch_adapters(config: EngineConfig) -> None:
     """Download the adapters that a follower's ranks will load, and retry failed downloads.
 
     If the adapters are listed in a file, reread it periodically and never return. The follower's
-    ranks load an adapter at the same time as the leader's ranks.
+    ranks load an adapter at the same time as the leader's ranks, and need its files on this node.
     """
     path = Path(config.adapters_file) if config.adapters_file else None
     present: set[str] = set()

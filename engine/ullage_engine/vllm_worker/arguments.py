@@ -136,7 +136,7 @@ def lora_rank(config: EngineConfig) -> int:
 
 
 def spare_slots(is_cpu: bool) -> int:
-    """Return the number of adapter slots that must stay empty.
+    """Return how many adapter slots must stay empty: one on CPUs, none on GPUs.
 
     If a CPU batch mixes adapters and the base model, vLLM uses the last slot to compute the base
     model's sequences, so that slot must be empty.

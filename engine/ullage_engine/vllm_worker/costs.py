@@ -33,7 +33,8 @@ class BlockCosts:
     def charged_blocks(self, sequence: VllmSequence) -> int:
         """Return how many KV blocks to reserve for a sequence.
 
-        They hold `charged_tokens` tokens, not counting blocks shared with the sequence's parent.
+        The blocks have room for `charged_tokens` tokens. Blocks shared with the sequence's parent
+        are not counted.
         """
         return self.num_blocks(sequence, sequence.charged_tokens)
 

@@ -406,7 +406,7 @@ class VllmEngine:
         )
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield each sequence's expected time to finish, in seconds, and the bytes it will free."""
+        """Yield in how many seconds each sequence is expected to end, and the bytes it frees."""
         expected = self._output_lengths.estimate
         for each in self._queue.by_id.values():
             num_prompt = 0 if each.has_token else len(each.token_ids)

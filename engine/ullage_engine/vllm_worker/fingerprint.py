@@ -20,7 +20,7 @@ _CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The installed vLLM and its environment."""
+    """Properties of the installed vLLM and its environment that may affect its answers."""
 
     version: str
     device: str

@@ -79,7 +79,7 @@ class NodeJoin(msgspec.Struct, frozen=True, tag="Join"):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The leader's message that tells all followers to start computing."""
+    """The leader's message that tells all followers to start vLLM."""
 
     rank_bytes: int
     """Device memory per rank on the leader, in bytes. It determines the number of adapter slots."""
@@ -510,7 +510,7 @@ def _wait_for_answer(connection: NodeConnection, health: FollowerHealth) -> Star
 
 
 def follow(arguments: Sequence[str]) -> int:
-    """Run a follower.
+    """Run this node as a follower of a multi-node engine, until a signal or an error.
 
     Returns:
         The exit status: 0 after a signal, 1 if the model cannot be loaded or differs from the

@@ -36,7 +36,7 @@ class AdapterError(Exception):
 
 
 class CoreOutput(msgspec.Struct, frozen=True):
-    """One request's output in one step."""
+    """What one request has produced in one engine step: tokens, an embedding or an error."""
 
     request_id: str
     token_ids: list[int]
@@ -85,10 +85,10 @@ class Blocks(Protocol):
     def num_held(self, request_id: str) -> float:
         """Return the number of blocks that a request already holds, or 0 if it has not started.
 
-        A shared block usually counts in full for each request that holds it, because each keeps the
-        block until it finishes. A shared sliding-window block is divided equally among its holders
-        instead. When one request's window moves past the block, that request allocates another
-        block while the others still use the shared one.
+        A shared block usually counts in full for every request that holds it, because each request
+        keeps the block until it finishes. The exception is a shared sliding-window block, which
+        counts as an equal fraction for each of its holders. A request whose window moves past such
+        a block allocates another one, while the others still use the shared block.
         """
 
     def num_in_tables(self, request_id: str) -> int:
@@ -103,8 +103,8 @@ class Blocks(Protocol):
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
         """Return the number of blocks that would become free if all these prefixes were released.
 
-        A sliding-window block is divided equally among its holders. If requests hold the block too,
-        only the fraction held by the prefixes counts.
+        A sliding-window block counts as an equal fraction for each of its holders. If requests hold
+        the block too, the result includes only the fractions of the prefixes.
         """
 
     def release(self, prefix: Prefix) -> None:

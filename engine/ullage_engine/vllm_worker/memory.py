@@ -1,4 +1,4 @@
-"""Keeps a vLLM worker's memory ledger, and measures how much memory the worker uses."""
+"""Records a vLLM worker's memory reservations in a ledger, and measures its memory usage."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ _STAGING_BYTES = 64 << 20
 
 
 class StartMemory:
-    """A vLLM worker's memory ledger during startup, on CPUs and GPUs."""
+    """Builds a vLLM worker's memory ledger step by step during startup, on CPUs and GPUs."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class StartMemory:
         """Decide how many bytes of KV each rank gets.
 
         Args:
-            vllm_bytes: bytes that vLLM leaves for KV on each rank. vLLM starts to count memory
-                after a rank has created its device context, so the context is not included.
+            vllm_bytes: bytes that vLLM leaves for KV on each rank. The rank's device context is not
+                subtracted yet, because vLLM counts only memory that is allocated after the context.
             adapter_bytes: total bytes of all ranks' adapter slots.
             free_first: free bytes of each rank's GPU right after the rank created its context.
                 Empty on CPUs.
@@ -213,10 +213,10 @@ class StartMemory:
         ]
 
     def settle(self, core: vllm_core.VllmCore) -> None:
-        """Complete the ledger with the memory that vLLM has taken by the end of startup.
+        """Complete the ledger at the end of startup, by recording vLLM's KV pool.
 
-        This records the KV pool. For a model without KV, it also records the model and the safety
-        reserve, because vLLM has not asked for a pool size.
+        For a model without KV, this also records the model and the safety reserve. For other
+        models, `size_pool` has already recorded them when vLLM asked for a pool size.
         """
         if "model" not in {each.name for each in self.ledger.states()}:
             # vLLM does not ask for a pool size if the model has no KV.

@@ -31,7 +31,7 @@ _FORGIVEN_S = 3600.0
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """How much memory one worker took."""
+    """The KV pool size and prompt chunk size of one worker, with their lower bounds."""
 
     kv_bytes: int
     least_kv_bytes: int
@@ -146,7 +146,7 @@ class OomBackoff:
     def on_failed_start(self, error: Exception) -> None:
         """Record an error during startup.
 
-        The next worker reports it if it is an out-of-memory error.
+        If this is an out-of-memory error, the next worker reports it to the server.
         """
         self._history.num_unreported += self._on_error(error)
         self._write()

@@ -72,7 +72,7 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Size of the probe, which must fit into small KV pools and short contexts."""
+    """Builds the probe's requests, which must fit into small KV pools and short contexts."""
 
     vocab_size: int
     room_tokens: int
@@ -160,20 +160,20 @@ def proof_file(
     probe: Probe,
     arguments: Mapping[str, Any],
 ) -> ProofFile:
-    """Return the file that stores the verified results (proofs) of all ranks.
+    """Return the file in which all ranks' verified results (proofs) are stored.
 
-    The proofs are valid only for the same weights, facts, probe, arguments and code. Arguments in
-    `_NO_PART` may differ, because they do not affect results.
+    Startups share a file only if they have the same weights, facts, probe, arguments and code.
+    Arguments in `_NO_PART` may differ, because they do not affect results.
 
     Args:
         folder: folder that contains all proofs.
         weights: digest of the weight files.
         facts: the facts that make up the engine's fingerprint.
         probe: size of the probe.
-        arguments: arguments of `vllm.EngineArgs`. Arguments outside `_NO_PART` may affect which
-            modules exist, and how their tensors are named and laid out in memory, even if they do
-            not affect answers. For example, vLLM wraps the base model's modules if adapters are
-            enabled, but the base model's answers do not change.
+        arguments: arguments of `vllm.EngineArgs`. Even an argument that does not affect answers may
+            affect which modules exist, and how their tensors are named and laid out in memory. It
+            then is not in `_NO_PART`. For example, vLLM wraps the base model's modules if adapters
+            are enabled, but the base model's answers do not change.
     """
     used = {name: value for name, value in arguments.items() if name not in _NO_PART}
     own = {

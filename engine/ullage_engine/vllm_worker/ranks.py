@@ -1,10 +1,11 @@
 """Ullage's extension of vLLM's rank processes.
 
-A resumed request continues where a previous worker's output ended. vLLM's scheduler treats that
-output like the output of a preempted request. The CPU model runner, however, receives only the
-prompt of a new request, so the extension adds the output. Penalties then account for it, and
-sampling continues the sequence of random numbers instead of restarting it. The GPU model runner
-receives all tokens, and its random numbers are a function of seed and position.
+The extension lets the CPU model runner resume requests. A resumed request continues where a
+previous worker's output ended. vLLM's scheduler treats that output like the output of a preempted
+request, but passes only the prompt of a new request to the CPU model runner. The extension
+therefore adds the output there. Penalties then account for it, and sampling continues the sequence
+of random numbers instead of restarting it. The GPU model runner receives all tokens, and its random
+numbers are a function of seed and position.
 
 Each rank exits when the process that started it exits.
 """
@@ -26,7 +27,7 @@ _LARGEST_DRAW = 1 << 31
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to each of its rank workers."""
+    """Methods that vLLM adds to its worker class, so that Ullage can call them on every rank."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Make this rank's process exit when the process that started it exits.

@@ -211,7 +211,7 @@ class Reservations:
             self._drop_session(key)
 
     def check_integrity(self) -> None:
-        """Assert that every reserved block is available and that the cached sums are correct."""
+        """Assert that free blocks cover all reservations, and that cached totals are correct."""
         cached = self._committed, self._reclaimable
         self._forget_sums()
         sums = self._committed, self._reclaimable
@@ -233,7 +233,7 @@ class Reservations:
         self._known_committed = self._known_reclaimable = None
 
     def _due(self, request_id: str, num_blocks: int) -> float:
-        """Return how many of a request's `num_blocks` reserved blocks are not held by it yet."""
+        """Return how many of its `num_blocks` reserved blocks a request does not hold yet."""
         held = self._blocks.num_held(request_id)
         if not held and (prefix := self._prefixes.get(request_id)):
             held = prefix.num_held

@@ -80,7 +80,7 @@ class RunQueue:
         return self._reservations.num_withheld + num_blocks
 
     def slot_for(self, sequence: VllmSequence) -> str | None:
-        """Find a slot for the sequence's adapter, and return the adapter to unload from it first.
+        """Choose a slot for the sequence's adapter, and return the adapter to unload first.
 
         See `Adapters.slot_for`.
         """
@@ -89,7 +89,9 @@ class RunQueue:
     # start and end -------------------------------------------------------------------------------
 
     def reserve_new(self, sequence: VllmSequence, spared: int) -> bool:
-        """Start a new sequence, or reserve blocks for a sequence that waits for its parent.
+        """Start a new sequence, or only reserve its blocks if it must wait for its parent.
+
+        The parent is another sample of the same prompt, whose blocks this sequence will share.
 
         Returns:
             False if fewer than `spared` blocks would stay unreserved.
@@ -258,7 +260,7 @@ class RunQueue:
     def _shrink_reservations(self) -> None:
         """Shrink the reservations of sequences whose sliding windows have moved past the prompt.
 
-        A shrunk reservation has as many blocks as decoding needs.
+        From then on, a sequence needs only enough blocks for decoding.
         """
         for request_id, sequence in list(self._shrinking.items()):
             num_blocks = self._costs.charged_blocks(sequence)

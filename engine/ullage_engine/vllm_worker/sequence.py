@@ -60,12 +60,15 @@ class VllmSequence:
 
     @property
     def is_new(self) -> bool:
-        """Whether none of the sequence has been computed yet."""
+        """Whether no token of the sequence has been computed yet."""
         return not (self.num_computed or self.num_preemptions)
 
     @property
     def session_key(self) -> str:
-        """Session key, unique across cache salts and adapters. Empty without a session."""
+        """Key of the request's session, or an empty string if it has none.
+
+        The key is unique across cache salts and adapters.
+        """
         key = self.request.session_key
         return f"{self.request.adapter}\0{key}" if key else ""
 
@@ -85,7 +88,7 @@ class VllmSequence:
 
     @property
     def final_tokens(self) -> int:
-        """Maximum length in tokens, given `limit` and the request's `max_tokens`."""
+        """Length in tokens at which the sequence must end, given `limit` and `max_tokens`."""
         return min(self.limit, self.request.num_prompt_tokens + self.request.max_tokens)
 
 

@@ -90,7 +90,8 @@ class StartedVllm:
     def state(self) -> WorkerState:
         """Return the worker's state, with current measurements of memory and load.
 
-        This also ends idle sessions, and withholds KV memory that other processes have taken.
+        This also ends idle sessions. If other processes have taken memory, it withholds the same
+        amount of KV from new requests.
 
         Raises:
             GroupLostError: a rank's process has exited.
@@ -278,9 +279,9 @@ def _prove(
 
 
 def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
-    """Return the sizes of this worker's KV pool and prompt chunks, and their lower bounds.
+    """Return this worker's KV pool size and prompt chunk size, with their lower bounds.
 
-    If this worker runs out of memory, the next worker's limits are derived from them.
+    If this worker runs out of memory, the next worker's limits are derived from these values.
     """
     longest = core.max_model_len + core.lookahead_tokens
     # The pool never hands out one of its blocks.
@@ -441,7 +442,9 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
 
 
 def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict[str, str]:
-    """Return all facts that determine the exact bits of answers, except for LoRA adapters.
+    """Return the facts from which the engine's fingerprint is computed.
+
+    These are all the facts that affect the exact bits of answers, except for LoRA adapters.
 
     Args:
         core: vLLM's engine.
@@ -461,9 +464,9 @@ def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict
 def _kv_space(
     core: vllm_core.VllmCore, facts: dict[str, str], profile: MemoryProfile, host_tier: HostTier
 ) -> bytes:
-    """Return the namespace of the engine's KV in tiers outside the device.
+    """Return the namespace for the keys of KV blocks that are stored outside the device.
 
-    The namespace covers everything, except tokens, that determines a block's bytes.
+    The namespace is a digest of everything that determines a block's bytes, except for the tokens.
 
     Returns:
         The namespace, or empty bytes if no KV is kept outside the device.

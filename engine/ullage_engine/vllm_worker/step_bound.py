@@ -16,11 +16,12 @@ def longest_step_s(
 ) -> float:
     """Return an upper bound on a step's duration in seconds.
 
-    The warm-up step computes the maximum number of tokens, but skips their attention, whose cost
-    grows with the context length. Attention costs as much as the query and output projections when
-    the context length in tokens equals the hidden size. A step's decodes are assumed to read the KV
-    pool once. The bound is deliberately loose, because a healthy step that took several times as
-    long as the bound would be mistaken for a hang.
+    The bound is extrapolated from the warm-up step, which computes the maximum number of tokens but
+    skips their attention. The cost of attention grows with the context length, and equals that of
+    the query and output projections when the context length in tokens equals the hidden size. In
+    addition, a step's decodes are assumed to read the whole KV pool once. The bound is deliberately
+    loose, because a healthy step that took several times as long as the bound would be mistaken for
+    a hang.
 
     Args:
         warm_up_s: CPU seconds that each thread spends on a stage's largest step. If 0 (not

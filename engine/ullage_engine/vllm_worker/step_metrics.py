@@ -10,7 +10,7 @@ from ullage_engine.vllm_worker.sequence import VllmSequence
 
 
 class StepMetrics:
-    """Counts steps and the tokens computed in them."""
+    """Measures the durations, computed tokens and prefix cache hits of vLLM's steps."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.throughput = ThroughputEstimator()

@@ -1,10 +1,10 @@
 """Transfers KV between vLLM's blocks and tiers outside the device.
 
-As soon as vLLM caches a block, this module offers it to the host tier, so that evicting it later
-costs nothing. The server grants slots for offered blocks. Granted blocks that are still cached are
-copied at the end of a step. When vLLM is about to start a request, this module asks the tiers for
-further blocks of the request that are not on the device. vLLM skips the request until the reply
-arrives, and starts it in the step that copies the blocks to the device.
+As soon as vLLM caches a block, this module offers it to the host tier, so that vLLM can later evict
+the block at no cost. The server grants slots for offered blocks. At the end of a step, granted
+blocks that are still cached are copied to their slots. When vLLM is about to start a request, this
+module asks the tiers for further blocks of the request that are not on the device. vLLM skips the
+request until the reply arrives, and starts it in the step that copies the blocks to the device.
 
 The server owns the tiers. `scheduler/kv_exchange.py` handles the messages to and from the server,
 and this module plans the copies. vLLM calls this module through `bindings.connector`, which makes
@@ -74,7 +74,7 @@ class _Reported(NamedTuple):
 
 
 class ConnectorTransfers:
-    """Requests KV from tiers outside the device, offers KV to them, and plans the copies."""
+    """Offers vLLM's KV blocks to the tiers, asks the tiers for blocks, and plans the copies."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class ConnectorTransfers:
     # messages ------------------------------------------------------------------------------------
 
     def take_messages(self) -> list[FromKv]:
-        """Return the messages to send to the server since the last call."""
+        """Return the messages for the server that have been queued since the last call."""
         return self._exchange.take_messages()
 
     def on_granted(self, slots: list[KvSlot]) -> None:
@@ -183,7 +183,7 @@ class ConnectorTransfers:
         return 0 if state.query is None else None
 
     def load(self, name: str, block_ids: Sequence[int], num_blocks: int) -> None:
-        """Plan to load the blocks that `num_matched` counted.
+        """Plan copies to the device for the blocks that `num_matched` has counted.
 
         Args:
             name: vLLM's identifier of the request.

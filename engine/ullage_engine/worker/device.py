@@ -82,9 +82,9 @@ class GpuAtStart(NamedTuple):
 def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
     """Return a rank's GPU and its free memory at startup, or None on a CPU.
 
-    The free memory is measured once exited processes have released theirs. The result is also None
-    if the driver does not report the memory. Call this before anything uses the GPU, because
-    creating a CUDA context takes up GPU memory.
+    The free memory is measured after exited processes have released their memory. The result is
+    also None if the driver does not report the memory. Call this before anything uses the GPU,
+    because creating a CUDA context takes up GPU memory.
     """
     if config.device == "cpu" or not torch.cuda.is_available():
         return None
@@ -232,7 +232,10 @@ class MemoryMeter:
     """Measures how much memory this process uses: resident memory, or memory on a CUDA device."""
 
     def __init__(self, device: torch.device, driver: GpuAtStart | None = None) -> None:
-        """Create a meter. `driver` is what the driver reported before the device was prepared."""
+        """Create a meter for a device.
+
+        `driver` has the memory that the driver reported before this process used the GPU.
+        """
         self._device = device
         self._process = psutil.Process()
         self._recent = (0, -_RECENT_S)
@@ -247,7 +250,14 @@ class MemoryMeter:
 
     @property
     def source(self) -> str:
-        """Source of the memory measurements: `resident`, `nvml`, `difference` or `device`."""
+        """How memory usage is measured: `resident`, `nvml`, `difference` or `device`.
+
+        On a CPU, the process's resident memory is measured (`resident`). On a GPU, the driver
+        usually lists the memory of each process (`nvml`). If the driver does not list this process,
+        its usage is estimated from the decrease in free memory since startup (`difference`). If the
+        driver's reports cannot be used at all, the usage is estimated from all memory in use on the
+        device (`device`).
+        """
         if self._device.type != "cuda":
             return "resident"
         if self._driver is None:
@@ -363,7 +373,8 @@ def reserve_for_others(
         device: the device. On a CPU, nothing is reserved.
         meter: the device's memory meter.
         safety_reserve: size of the safety reserve in bytes.
-        longest_kv: KV bytes of the longest possible sequence. See `bytes_of_others`.
+        longest_kv: KV bytes of the longest possible sequence. If memory is short, this KV may use
+            part of the safety reserve (see `bytes_of_others`).
     """
     if device.type != "cuda":
         return

@@ -214,7 +214,7 @@ class EngineCore:
 
     @property
     def tiers(self) -> TierTransfers | None:
-        """Transfers of KV to and from tiers outside the device, or None without tiers."""
+        """Offloads KV to tiers outside the device and loads it back. None without tiers."""
         return self.scheduler.tiers
 
     @property

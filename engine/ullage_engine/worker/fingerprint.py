@@ -1,4 +1,4 @@
-"""Fingerprints of the processor and the software, on which the exact bits of answers depend."""
+"""Fingerprints of the processor and the software, which affect the exact bits of answers."""
 
 import hashlib
 import json

@@ -61,9 +61,10 @@ class _Progress:
         self._num_taken = 0
 
     def allowed(self, chunk: Chunk) -> bytes:
-        """Return a bit mask of the tokens that may follow a chunk.
+        """Return a bit mask of the tokens that the grammar allows next in the answer.
 
-        Since the previous call, tokens may have been added to the answer, but none removed.
+        The answer so far is the part of the chunk's history after the prompt. From call to call, it
+        may gain tokens but never lose any.
 
         Raises:
             GrammarError: the grammar has become too complex.
@@ -87,8 +88,8 @@ class Grammars:
 
         For the first grammar, the thread calls `load`, which returns the vocabulary or raises
         GrammarError if the model does not support grammars. If `load` fails for any other reason,
-        the requests with that grammar fail. If `load` runs out of memory, they do not fail, because
-        no request is to blame for it.
+        the requests with that grammar fail. The exception is a lack of memory, for which no request
+        is to blame.
         """
         self._load = load
         self._vocabulary: LLTokenizer | None = None

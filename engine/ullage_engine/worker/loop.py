@@ -154,7 +154,7 @@ class Link:
 
 
 class KvTransfers(Protocol):
-    """The loop's interface for transferring KV to and from tiers outside the device.
+    """The loop's interface for offloading KV to tiers outside the device and loading it back.
 
     The native engine and the vLLM engine have different implementations.
     """
@@ -190,7 +190,7 @@ class WorkerEngine(Protocol):
 
     @property
     def tiers(self) -> KvTransfers | None:
-        """Transfers of KV to and from tiers outside the device, or None without tiers."""
+        """Offloads KV to tiers outside the device and loads it back. None without tiers."""
 
     @property
     def adapters(self) -> LoraAdapters | None:

@@ -125,7 +125,7 @@ _COMPUTING_ROOMS = (
 def chunk_tokens(token_s: float, most: int) -> int:
     """Return how many prompt tokens a step may compute without delaying decodes for too long.
 
-    The result is large enough for efficient matmuls, unless `most` is too small for that.
+    The result is never too small for efficient matmuls, unless `most` itself is.
 
     Args:
         token_s: seconds per token at the beginning of a prompt. Later tokens take longer.
@@ -138,16 +138,16 @@ def chunk_tokens(token_s: float, most: int) -> int:
 def measured_cost(
     token_s: float, context_s: float, tokens: int, deadline_s: float, *, is_free: bool
 ) -> PromptCost:
-    """Return the cost of prompt tokens by position, and the maximum total cost per step.
+    """Derive the cost of prompt tokens by position, and a step's cost budget, from timings.
 
     Args:
         token_s: seconds per token at the beginning of a prompt.
         context_s: additional seconds for each context token that a token attends to.
         tokens: number of prompt tokens in a step at the beginning of a prompt.
         deadline_s: seconds after which a worker with an unfinished step is considered hung.
-        is_free: whether the chunk size may be chosen freely. If true, steps late in a prompt
-            compute fewer tokens, so that they delay decodes no longer than its first steps do. If
-            false, only the deadline limits the number of tokens.
+        is_free: whether the chunk size may be chosen freely. If true, the budget makes steps late
+            in a prompt compute fewer tokens, so that they delay decodes no longer than the prompt's
+            first steps do. If false, only the deadline limits the budget.
     """
     if token_s <= 0.0:
         return PromptCost()
@@ -301,10 +301,10 @@ class RankStartup:
 
     @cached_property
     def window_tokens(self) -> int:
-        """Sliding window length in tokens, if sliding window layers have separate KV blocks.
+        """Length of the sliding window in tokens, or 0 if its layers need no separate KV blocks.
 
-        If no sequence can be longer than the window plus one prompt chunk, the value is 0 and no
-        layer has separate blocks.
+        Separate blocks are needed only if a sequence can be longer than the window plus one prompt
+        chunk.
         """
         window = self.model_config.window
         return window if window + self.limits.prompt_tokens < self.max_model_len else 0
@@ -326,7 +326,7 @@ class RankStartup:
     def kv_type(self) -> torch.dtype:
         """Data type in which keys and values are stored if `model.kv_dtype` is not float8.
 
-        If `model.dtype` is `auto`, it depends on whether the C++ library computes steps.
+        If `model.dtype` is `auto`, the type depends on whether the C++ library computes steps.
         """
         if self.config.model.dtype != "auto":
             return self.dtype
@@ -461,7 +461,7 @@ class RankStartup:
 
         The pool may occupy memory that `warm_up` used for temporary tensors. Running the steps
         again allocates new memory for them now rather than during the first requests. The proof
-        lets later starts check that they compute the same results.
+        consists of results that later starts compare with their own.
 
         Args:
             verifies: whether to compute the proof twice and compare the two. This is necessary if
@@ -739,10 +739,10 @@ class RankStartup:
 
     @property
     def kv_space(self) -> bytes:
-        """Namespace of the KV that this group stores outside the device, or empty if there is none.
+        """Namespace for the keys of KV blocks that this group stores outside the device.
 
-        It is empty if there is no host tier or no prefix cache, or if not even one block fits in
-        the host tier.
+        The namespace is empty if no blocks are stored there. This is the case if there is no host
+        tier or no prefix cache, or if not even one block fits in the host tier.
         """
         if self._host_tier is None or self._host_tier.num_bytes < self.block_bytes:
             return b""
@@ -761,7 +761,7 @@ class RankStartup:
 
     @property
     def proof_tolerance(self) -> float:
-        """Maximum difference of logits between starts, as a fraction of the range of the logits.
+        """Maximum accepted difference between two starts' logits, as a fraction of their range.
 
         It is 0 if the logits must be bit-identical.
         """
@@ -773,8 +773,9 @@ class RankStartup:
     def proof_file(self) -> ProofFile:
         """File that holds all ranks' proofs, against which later starts check their results.
 
-        It is available once the KV pool is allocated. Its name depends on everything that may
-        affect the bits of a proof, so that each combination has its own file.
+        The property is available once the KV pool is allocated. The file's name depends on
+        everything that may affect the bits of a proof, so that proofs are only compared under equal
+        conditions.
         """
         layout = self.layout
         # The library adds in the same order with every instruction set. A proof still holds only
@@ -827,12 +828,12 @@ class RankStartup:
             raise WorkerStartError(error)
 
     def _settle_workspace(self) -> None:
-        """Record in the ledger how many bytes the workspace finally takes up.
+        """Record in the ledger how many bytes the workspace takes up at the end of startup.
 
-        These are the bytes that this process uses and that no other ledger entry accounts for. The
-        KV pool may have taken over freed parts of the workspace. If more bytes are in use than were
-        reserved for the workspace, for example by the pool's bookkeeping, the excess is recorded
-        under the ledger entry `staging`.
+        The workspace consists of the bytes that this process uses and that no other ledger entry
+        accounts for. It may have shrunk, because the KV pool may have taken over freed parts of it.
+        If more bytes are in use than were reserved for the workspace, for example by the pool's
+        bookkeeping, the excess is recorded under the ledger entry `staging`.
         """
         entries = {entry.name: entry for entry in self.ledger.states()}
         workspace = entries["workspace"]

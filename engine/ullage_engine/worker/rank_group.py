@@ -3,10 +3,11 @@
 Messages are encoded as msgpack and sent over one ZeroMQ pair per rank. At startup, ranks send a
 first answer when they have loaded, and then answer each of the commands `Join`, `WarmUp`,
 `Allocate` and `Finalize` with `Done` or `Failed`. Rank 0 sends a command only after all ranks have
-answered the previous one. Ranks wait for each other's results only in `WarmUp` and `Finalize`.
-Other failures, such as a lack of memory, occur earlier, in `Join` or `Allocate`. While serving, the
-rank that samples answers `Execute`, and all ranks answer `Sync`. If a rank fails while serving, it
-exits and so does the group. `Loading` may arrive at any time.
+answered the previous one. Ranks compute together, and thus wait for each other's results, only in
+`WarmUp` and `Finalize`. Other failures, such as a lack of memory, occur in the preceding `Join` or
+`Allocate`. While serving, only the rank that samples answers `Execute`, but all ranks answer
+`Sync`. A rank that fails while serving exits, and so does the group. Ranks may report their
+progress with `Loading` at any time.
 
 If one process of the group exits, all others exit too. One thread per process watches for this.
 """
@@ -71,7 +72,7 @@ class GroupMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Join(GroupMessage, frozen=True):
-    """Command to join the other ranks, and to allocate arenas and the memory for the warm-up."""
+    """Command to join the other ranks, and to allocate memory for steps and for the warm-up."""
 
     store: str
     """Path at which to create the rendezvous file, through which ranks find each other."""
@@ -93,8 +94,8 @@ class Allocate(GroupMessage, frozen=True):
 class Finalize(GroupMessage, frozen=True):
     """Command to run the largest steps on the KV pool, and to compute the rank's proof.
 
-    The answer contains the ledger and the proof, by which later starts check that they compute the
-    same results.
+    The answer contains the ledger and the proof, which consists of results that later starts
+    compare with their own.
     """
 
     verifies: bool = False

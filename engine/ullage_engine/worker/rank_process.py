@@ -5,8 +5,8 @@ every step. If rank 0 exits, the rank exits too, and the kernel kills it if nece
 while serving terminates the rank, and with it the whole group.
 
 exit status: 0 after Stop, 2 the rank cannot serve and has told rank 0 why, 4 the rank has reported
-an unexpected error during startup, 6 the rank ran out of memory while serving, 8 the rank could
-not allocate host memory, other than the memory reserved for steps
+an unexpected error during startup, 6 the rank ran out of memory while serving, 8 the host had too
+little memory for allocations outside the memory reserved for steps
 """
 
 import argparse

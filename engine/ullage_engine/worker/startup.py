@@ -205,9 +205,10 @@ def start(
 
 
 def _start_error(error: BaseException, processes: RankProcesses) -> Exception | None:
-    """Return another rank's error that caused a startup failure, or None if there is none.
+    """Return the error of another rank that made this startup fail, or None if there is none.
 
-    If one rank exits in the middle of a collective computation, the others fail as well.
+    If one rank exits in the middle of a collective computation, the others fail as well, so `error`
+    may only be a consequence.
     """
     own = (WorkerStartError, LedgerError, WeightsError, ProofError)
     if isinstance(error, own) or not isinstance(error, Exception):

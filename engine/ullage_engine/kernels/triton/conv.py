@@ -27,7 +27,10 @@ def column_at(
     channels: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return a block of channels of B * u, from one row of the step or one column of a state."""
+    """Load a block of channels of B * u from one column of the convolution's input.
+
+    The column belongs either to a row of the step or to the state of a chunk.
+    """
     is_row = index < tokens
     row = projected + index.to(tl.int64) * 3 * channels + channel
     is_given = channel < tl.where(is_row, channels, 0)

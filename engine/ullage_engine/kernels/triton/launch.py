@@ -61,8 +61,8 @@ def power_of_two(size: int) -> int:
 def launch(kernel: Kernel, grid: tuple[int, ...], *operands: object, **constants: object) -> None:
     """Launch a kernel on the current stream without waiting for it.
 
-    As in other libraries' kernels, a multiplication and an addition may be fused into a single
-    operation.
+    The compiler may fuse a multiplication and an addition into a single operation (FMA), as in the
+    kernels of other libraries.
     """
     kernel[grid](*operands, **constants, enable_fp_fusion=True)
 

@@ -143,7 +143,10 @@ def load_norm(
     is_query: tl.tensor,  # [heads]
     dim: tl.tensor,
 ) -> tl.tensor:
-    """Load these dimensions of each head's query or key norm weights, float32 [heads, dims]."""
+    """Load the norm weights of each head for these dimensions, float32 [heads, dims].
+
+    Query heads use `q_norm`, and the other heads use `k_norm`.
+    """
     of_queries = tl.load(q_norm + dim).to(tl.float32)[None, :]
     of_keys = tl.load(k_norm + dim).to(tl.float32)[None, :]
     return tl.where(is_query[:, None], of_queries, of_keys)

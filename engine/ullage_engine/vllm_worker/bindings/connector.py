@@ -294,7 +294,7 @@ def part_format(worker: Any) -> tuple[int, list[str]]:
 
 
 def cut_slots(_worker: Any, block_bytes: int) -> None:
-    """Divide the host tier's shared memory, as mapped by one rank, into slots.
+    """Divide one rank's mapping of the host tier's shared memory into slots.
 
     Args:
         block_bytes: size of a slot in bytes, which holds one block's data from all ranks.

@@ -312,7 +312,8 @@ class VllmCore:
     def max_model_len(self) -> int:
         """Maximum sequence length in tokens.
 
-        Without chunked prefill, a sequence must also fit in a single step.
+        Without chunked prefill, this is at most the number of tokens that a single step can
+        compute.
         """
         longest = int(self._config.model_config.max_model_len)
         limits = self._config.scheduler_config
@@ -608,7 +609,10 @@ class VllmCore:
 
     @property
     def probe_size(self) -> Probe:
-        """Size of the probe, a small computation that every startup runs to verify its results."""
+        """Size of the startup probe, which must fit into this engine's KV pool and context length.
+
+        The probe is a small computation that every startup runs to verify its results.
+        """
         groups = self.groups
         kinds = [each for each in groups if not each.state_blocks]
         num_blocks = self.blocks.num_blocks - sum(each.state_blocks for each in groups)
@@ -706,9 +710,9 @@ class VllmCore:
         raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
 
     def _drop_prefixes(self) -> None:
-        """Clear the prefix cache, which contains the probe's KV.
+        """Compute steps until no request holds any blocks, and then clear the prefix cache.
 
-        First compute steps until no request holds any blocks.
+        The cache contains the probe's KV.
         """
         if not self.has_prefix_cache:
             return

@@ -22,7 +22,7 @@ _ANY = r"start: /(.|\n)*/"
 
 
 class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """Matches one answer against its grammar, through the interface that vLLM expects."""
+    """Constrains one answer to its grammar, through the interface that vLLM expects."""
 
     def __init__(self, matcher: LLMatcher, on_error: Callable[[str], object]) -> None:
         self._matcher = matcher
@@ -51,9 +51,9 @@ class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class GrammarMasks:
-    """Replaces vLLM's grammar backend, which vLLM then uses only to allocate token masks.
+    """Stands in for vLLM's grammar backend, which vLLM then needs only to allocate token masks.
 
-    `Grammar` matches the answers.
+    The answers are matched by `Grammar` instead.
     """
 
     def __init__(self, vocab_size: int) -> None:
