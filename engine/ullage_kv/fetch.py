@@ -112,7 +112,7 @@ class BlockFetch:
         return run(self._await(places))
 
     def expect(self, place: int, block: PendingBlock) -> None:
-        """Record that a tier is loading the block at index `place`, maybe for other fetches too."""
+        """Record that a tier is loading the block at index `place`, perhaps for several fetches."""
         self._pending[place] = block
 
     def _fetch_each(self, parts: Iterator[range]) -> Steps:

@@ -57,7 +57,7 @@ _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
 
 
 class FileTierError(Exception):
-    """Raised if the file tier cannot use its folder. The message names it and the remedy."""
+    """Raised if the file tier cannot use its folder. The message names the folder and a remedy."""
 
 
 class Calls(NamedTuple):

@@ -48,7 +48,10 @@ class TransferBatch:
         return self._results[place] is None and self._expired is None
 
     def copy(self, place: int, into: memoryview, source: memoryview) -> bool:
-        """Copy data to a transfer's memory, or return False if it already has a result."""
+        """Copy data to a transfer's memory, unless the transfer already has a result.
+
+        Return False if it has one, or if the batch expires during the copy.
+        """
         with self._lock:
             if not self.is_open(place):
                 return False

@@ -395,7 +395,7 @@ class FileTier:
     def _writable_volume(self, num_slots: int) -> _Volume:
         """Return the volume to save to, growing it first if fewer than `num_slots` slots are free.
 
-        If it cannot grow far enough, it has fewer free slots.
+        The volume may still have fewer free slots than that, if it cannot grow far enough.
 
         Deleted files are replaced with new ones. Only the saving thread that is currently taking
         transfers from the queue may call this method.

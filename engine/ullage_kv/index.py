@@ -182,7 +182,7 @@ class SlotIndex:
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
         """Drop all blocks of the given chains, or all blocks if `chains` is None.
 
-        A chain is given by the first `CHAIN_BYTES` bytes of its keys.
+        A chain is identified by the first `CHAIN_BYTES` bytes of its keys.
         """
         for shard in self._shards:
             with shard.lock:

@@ -48,7 +48,7 @@ def extend_keys(
     block_tokens: int,
     salt: str = "",
 ) -> Iterator[bytes]:
-    """Yield the keys of a text's complete blocks after the first ones, whose keys are `keys`."""
+    """Yield the keys of a text's remaining complete blocks, after the blocks with `keys`."""
     parent = keys[-1] if keys else hashlib.sha256(space + salt.encode()).digest()
     chain = parent[:CHAIN_BYTES] if keys else b""
     start = len(keys) * block_tokens

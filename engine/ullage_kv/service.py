@@ -425,10 +425,10 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return self.leases.open(store, address, _ttl_s(lease_ms))
 
     def _grant(self, held: PeerLease, lease_ms: int) -> tuple[int, int]:
-        """Give a peer its lease. Return the lease's id and its duration in milliseconds.
+        """Grant a lease to a peer, and return the lease's id and its duration in milliseconds.
 
-        The lease is scheduled to end when this time has passed. If it holds no slots, it is ended
-        immediately, and the result is zeros.
+        The lease is scheduled to end after this duration. A lease that holds no slots is ended
+        immediately, and both its id and its duration are returned as 0.
         """
         if not held.num_slots:
             self.leases.end(held.number)

@@ -46,10 +46,10 @@ class LowerTier(Protocol):
         """
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether this tier is known to store each block, without blocking."""
+        """Return, without blocking, which of the blocks this tier is known to store."""
 
     def wants(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether this tier wants a copy of each block, without blocking."""
+        """Return, without blocking, which of the blocks should be saved to this tier."""
 
     def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
         """Copy blocks to memory.
@@ -69,7 +69,7 @@ class LowerTier(Protocol):
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
         """Drop all blocks of the given chains, or all blocks if `chains` is None.
 
-        A chain is given by the first `CHAIN_BYTES` bytes of its keys.
+        A chain is identified by the first `CHAIN_BYTES` bytes of its keys.
         """
 
     def stats(self) -> "TierStats": ...
