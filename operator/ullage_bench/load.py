@@ -1,4 +1,4 @@
-"""Generates load on a server, with a closed loop, an open loop or conversations."""
+"""Generates load on a server: a closed loop, an open loop, or multi-turn conversations."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ class Shape:
 class Sender:
     """Sends requests of one shape.
 
-    Apart from the shared prefix, each prompt is new, so that no cache contains it.
+    Apart from the shared prefix, every prompt is unique, so that it is never served from a cache.
 
     Args:
         target: the server.
@@ -126,9 +126,9 @@ async def conversations(sender: Sender, clients: float, seconds: float) -> Level
 async def _busy_clients(
     act: Callable[[], Awaitable[Sequence[ChatAnswer]]], clients: float, seconds: float
 ) -> Level:
-    """Let each client act again and again for `seconds`, and measure the level.
+    """Run clients that repeat `act` for `seconds`, and measure the resulting load level.
 
-    After an incomplete response, a client pauses, but not beyond `seconds`.
+    After an incomplete response, a client pauses before it continues, but not beyond `seconds`.
     """
 
     async def client() -> None:

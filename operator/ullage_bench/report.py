@@ -1,4 +1,4 @@
-"""Formats a load test as lines for a terminal, JSON, a Markdown table or an SVG picture."""
+"""Formats a load test's report as terminal lines, JSON, a Markdown table or an SVG picture."""
 
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
@@ -89,12 +89,12 @@ def conclusions(report: Report) -> Sequence[str]:
 
 
 def as_json(report: Report) -> str:
-    """Format a load test as JSON with a final newline. Unset limits become null."""
+    """Format a report as JSON with a final newline. Limits that are not set become null."""
     return msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
 
 
 def read(text: bytes) -> Report:
-    """Parse a load test from JSON that `as_json` wrote.
+    """Parse a report from JSON that `as_json` wrote.
 
     Raises:
         msgspec.ValidationError: the JSON is not a load test's report.
@@ -110,7 +110,7 @@ def read(text: bytes) -> Report:
 
 
 def as_markdown(report: Report) -> str:
-    """Format a load test as a Markdown table with one row per load level."""
+    """Format a report as a Markdown table with one row per load level."""
     rows = [HEADS, ("---:",) * len(HEADS), *map(_cells, report.levels)]
     table = "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
     return table + "".join(f"\n{line}\n" for line in conclusions(report))

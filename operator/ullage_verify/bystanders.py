@@ -91,10 +91,10 @@ async def _texts(target: Target, tokens: int) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def bystanders(target: Target, reference: Reference) -> AsyncIterator[Bystanders]:
-    """Run three streams in the background while the block runs.
+    """Run three streams in the background while the body of the `async with` statement runs.
 
-    The block begins once all of them receive text. After the block, the yielded object contains the
-    complete responses.
+    The body starts once all streams have received text. When the body has ended, the streams run to
+    their end, and the yielded object then contains the complete responses.
     """
     begun = 0
 

@@ -82,7 +82,7 @@ class ChatAnswer:
 
     @property
     def ttft_s(self) -> float:
-        """Return the seconds to the first token, or to the end of a response without text."""
+        """Return the seconds to the first token, or to the end of a response that has no text."""
         return (self.first_at or self.ended_at) - self.began_at
 
     @property
@@ -336,7 +336,7 @@ def _socket(num_bytes: int, address: Any) -> socket.socket:
 
 
 def _seconds(header: str | None) -> float | None:
-    """Return the seconds in a Retry-After header, or None without a positive number."""
+    """Return the seconds in a Retry-After header, or None if it contains no positive number."""
     try:
         seconds = float(header) if header else 0.0
     except ValueError:

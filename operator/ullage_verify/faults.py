@@ -38,7 +38,8 @@ Raises:
 def process_faults(pid: int) -> Iterator[Mapping[str, Fault]]:
     """Yield the faults that can be injected into a server on this machine, by name.
 
-    At the end of the block, stopped processes that have not been replaced are resumed.
+    At the end of the `with` block, processes that a fault has stopped are resumed if they still
+    exist.
 
     Args:
         pid: the id of the server's first process.

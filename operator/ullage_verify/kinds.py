@@ -1,4 +1,4 @@
-"""Kinds of requests (such as greedy ones) whose responses must not change because of a fault."""
+"""Kinds of requests, such as greedy ones, whose responses must stay the same despite faults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _WEATHER = {
 
 @dataclass(frozen=True, eq=False)
 class RequestKind:
-    """A kind of request: its question, and fields such as sampling parameters."""
+    """A kind of request, defined by its question and by fields such as sampling parameters."""
 
     name: str
     question: str

@@ -51,7 +51,7 @@ class Target:
 
     @property
     def usable(self) -> int:
-        """Return the context size in tokens, minus MARGIN_TOKENS."""
+        """Return how many tokens a request may use: the context size minus MARGIN_TOKENS."""
         return self.context - MARGIN_TOKENS
 
     async def stats(self) -> Document:

@@ -60,7 +60,7 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
 
 
 def _check_routes(checks: Checks, kind: str, records: Sequence[Document]) -> None:
-    """Check that /stats shows the right route for all large, or all small, requests."""
+    """Check that /stats shows the right route for every request of one kind, large or small."""
     right = sum((record["route"] != SINGLE_ROUTE) == (kind == "large") for record in records)
     routes = ", ".join(sorted({record["route"] or record["action"] for record in records}))
     checks.holds(

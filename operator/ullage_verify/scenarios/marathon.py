@@ -27,7 +27,7 @@ RETRY_S = 0.5
 
 @dataclass
 class Marathon:
-    """The streams that have finished and the faults that were injected so far."""
+    """The state of a marathon: which streams have finished and which faults have been injected."""
 
     expected: Mapping[RequestKind, str]
     """Response text of each kind of request in a run without faults."""

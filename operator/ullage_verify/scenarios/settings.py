@@ -1,4 +1,4 @@
-"""Options that scenarios share."""
+"""Command-line options that all scenarios share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @dataclass
 class SoakProgress:
-    """The responses and memory samples so far."""
+    """The state of a soak run: its end time, and the responses and memory samples so far."""
 
     ends_at: float
     answers: list[ChatAnswer] = field(default_factory=list)
