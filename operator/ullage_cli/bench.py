@@ -80,7 +80,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def count(text: str) -> int:
-    """Parse a count. argparse shows this function's name in its error message."""
+    """Parse a count for argparse, whose errors show this function's name."""
     number = int(text)
     if not 0 <= number <= 1_000_000:
         raise argparse.ArgumentTypeError(f"{text}; use 0 to 1000000")
@@ -88,7 +88,7 @@ def count(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds. argparse shows this function's name in its error message."""
+    """Parse a number of seconds for argparse, whose errors show this function's name."""
     number = float(text)
     if not 0 < number <= 24 * 3600:
         raise argparse.ArgumentTypeError(f"{text} s; use more than 0 and at most a day")
@@ -96,7 +96,7 @@ def seconds(text: str) -> float:
 
 
 def rate(text: str) -> float:
-    """Parse a positive number. argparse shows this function's name in its error message."""
+    """Parse a positive number for argparse, whose errors show this function's name."""
     number = float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -104,7 +104,7 @@ def rate(text: str) -> float:
 
 
 def loads(text: str) -> tuple[float, ...]:
-    """Parse increasing loads. argparse shows this function's name in its error message."""
+    """Parse increasing loads for argparse, whose errors show this function's name."""
     numbers = tuple(rate(part) for part in text.split(","))
     if list(numbers) != sorted(set(numbers)):
         raise argparse.ArgumentTypeError(f"{text} does not increase")

@@ -71,7 +71,10 @@ def read_bases(paths: Sequence[Path]) -> Bases:
 
 
 def _read_object(path: Path, kind: str) -> Any:
-    """Return the single object in a file, with a separate copy for each YAML alias."""
+    """Return the single object that a file contains.
+
+    Every YAML alias becomes a separate copy, because defaults are filled in at each place.
+    """
     documents = read_documents(path)
     if len(documents) != 1:
         raise LocalFailure(

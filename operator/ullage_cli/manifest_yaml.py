@@ -182,10 +182,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def _plain(tag: str, form: re.Pattern[str]) -> re.Pattern[str]:
-    """Return the pattern by which a YAML loader recognises unquoted values of a tag's type.
+    """Return the pattern by which the YAML loader recognises unquoted values of the type `tag`.
 
-    The patterns of numbers exclude values with a colon. The loader would otherwise read 12:30:45 as
-    a number in base 60.
+    Patterns for numbers exclude values with a colon, because the loader would otherwise read
+    12:30:45 as a number in base 60.
     """
     if tag not in (_INT, _FLOAT):
         return form

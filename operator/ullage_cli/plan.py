@@ -82,7 +82,7 @@ class _PlainDumper(yaml.SafeDumper):
 
 
 def _pool_lines(service: Service, settings: Settings) -> list[str]:
-    """Return two lines per pool: first the engine, reason and image, then the KV tiers."""
+    """Return two lines per pool: its engine with the reason and the image, then its KV tiers."""
     spec = service.spec
     image = engine_image(spec, settings)
     expected = {

@@ -70,12 +70,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def steps(text: str) -> int:
-    """Parse a number of steps. argparse shows this function's name in its error message."""
+    """Parse a number of steps for argparse, whose errors show this function's name."""
     return _between(text, MAX_STEPS, "steps")
 
 
 def seconds(text: str) -> int:
-    """Parse a number of seconds. argparse shows this function's name in its error message."""
+    """Parse a number of seconds for argparse, whose errors show this function's name."""
     return _between(text, MAX_SECONDS, "seconds")
 
 

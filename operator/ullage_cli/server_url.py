@@ -27,7 +27,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def tokens(text: str) -> int:
-    """Parse a number of tokens. argparse shows this function's name in its error message."""
+    """Parse a number of tokens for argparse, whose errors show this function's name."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
@@ -55,11 +55,11 @@ def server_url(options: argparse.Namespace) -> Iterator[str]:
 
 
 def add_report_files(parser: argparse.ArgumentParser, picture: str) -> None:
-    """Add the options that name the files of a report.
+    """Add the options --json, --markdown and --svg, which name the files to write a report to.
 
     Args:
         parser: the command's parser.
-        picture: kind of the picture, for the help.
+        picture: what the SVG file shows, for the help text, for example a curve.
     """
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as a table")

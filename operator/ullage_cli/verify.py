@@ -97,7 +97,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def positive(text: str) -> int:
-    """Parse a positive integer. argparse shows this function's name in its error message."""
+    """Parse a positive integer for argparse, whose errors show this function's name."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
@@ -105,7 +105,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parse a time in seconds (argparse uses this function's name in its error)."""
+    """Parse a time in seconds for argparse, whose errors show this function's name."""
     number = float(text)
     if not 0 < number <= 3600:
         raise argparse.ArgumentTypeError(f"{text} s; use more than 0 and at most 3600")
@@ -113,7 +113,7 @@ def seconds(text: str) -> float:
 
 
 def minutes(text: str) -> float:
-    """Parse a number of minutes. argparse shows this function's name in its error message."""
+    """Parse a number of minutes for argparse, whose errors show this function's name."""
     number = float(text)
     if not 0.1 <= number <= 24 * 60:
         raise argparse.ArgumentTypeError(f"{text} minutes; use 0.1 to {24 * 60}")
@@ -171,7 +171,7 @@ async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -
 
 @contextlib.contextmanager
 def _faults(options: argparse.Namespace) -> Iterator[Mapping[str, Fault]]:
-    """Yield the faults that the options permit, keyed by name.
+    """Yield the fault injections that the command-line options allow, keyed by name.
 
     At the end of the block, processes that a fault stopped are resumed.
 

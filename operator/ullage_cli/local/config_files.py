@@ -151,7 +151,7 @@ def _local_router(
 
 
 def _addresses(services: Iterable[str], targets: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the gRPC addresses of all engines behind Services, which are given as NAME:PORT."""
+    """Return the gRPC addresses of all engines behind the given Services (each as NAME:PORT)."""
     return [address for service in services for address in targets[service.split(":")[0]]]
 
 

@@ -107,7 +107,10 @@ def _variable_value(variable: Manifest, pod_name: str) -> str:
 
 
 def _mounts(container: Manifest, run_dir: Path, pod_name: str) -> dict[str, Path]:
-    """Map each of a container's mount paths to a local folder. Pods share the download folder."""
+    """Map each mount path of a container to the local folder that stands in for its volume.
+
+    All pods share one download folder. Every other volume is a folder of the pod's own.
+    """
     return {
         mount["mountPath"]: run_dir / mount["name"]
         if mount["mountPath"] == naming.CACHE_DIR
@@ -117,7 +120,11 @@ def _mounts(container: Manifest, run_dir: Path, pod_name: str) -> dict[str, Path
 
 
 def _translate(text: str, env: Mapping[str, str], mounts: Mapping[str, Path]) -> str:
-    """Expand $(NAME) as the kubelet does, and replace a leading mount path with a local folder."""
+    """Translate an argument or variable of a container so that it works in a local process.
+
+    References of the form $(NAME) are expanded as the kubelet does. If the text starts with a mount
+    path, that path is replaced with a local folder.
+    """
     for name, value in env.items():
         text = text.replace(f"$({name})", value)
 

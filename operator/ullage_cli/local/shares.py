@@ -67,7 +67,10 @@ def _with_engine_config(item: Manifest, engine: Mapping[str, Any]) -> Manifest:
 
 
 def _host_tier_bytes(engines: EngineConfigs, num_pods: Mapping[str, int]) -> int:
-    """Return the total size of all host tiers. Engines without a prefix cache have no host tier."""
+    """Return the total size of the KV tiers in host memory, in bytes, summed over all engine pods.
+
+    Engines without a prefix cache have no such tier.
+    """
     sizes = [
         engine["memory"]["tiers"]["host"].get("size", 0) * num_pods[name]
         for name, engine in engines.items()

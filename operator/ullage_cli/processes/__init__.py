@@ -1,4 +1,4 @@
-"""Runs and scales a local plan's pods as processes, once `ullage up` has made the plan.
+"""Runs the pods of a local plan as processes, and scales them. `ullage up` makes the plan.
 
 This package handles processes, probes and the router's load reports. It depends on neither
 manifests nor a cluster.

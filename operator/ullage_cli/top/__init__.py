@@ -1,4 +1,5 @@
 """`ullage top` shows a live view of a service's engines, queue and decisions in the terminal.
 
-The package reads the router's pages over HTTP. It depends on neither manifests nor processes.
+The package polls the router's `/stats` and `/metrics` over HTTP. It depends on neither manifests
+nor processes.
 """

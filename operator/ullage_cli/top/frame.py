@@ -117,7 +117,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def read_metrics(text: str) -> dict[tuple[str, ...], float]:
-    """Parse metrics in Prometheus text format into the form of `Sample.totals`."""
+    """Parse the router's counters and gauges from Prometheus text, keyed as in `Sample.totals`."""
     totals: dict[tuple[str, ...], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         if family.type not in ("counter", "gauge"):

@@ -141,7 +141,7 @@ def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
 
 
 def _is_in_timeline(line: Mapping[str, Any]) -> bool:
-    """Return whether the timeline in the router's final log line also covers this line's event."""
+    """Return whether a line's event also appears in the timeline of the router's final log line."""
     return _process(line) == "router" and line.get("event") in _IN_TIMELINE
 
 
