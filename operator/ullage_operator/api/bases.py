@@ -157,7 +157,7 @@ def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Proble
 
 
 def merged(node: Schema, over: Any, under: Any, *, has_defaults: bool) -> Any:
-    """Merge `over` on top of `under`, and return the result.
+    """Return the part `under` of a base or spec, with the fields of `over` merged over it.
 
     Args:
         has_defaults: whether `over` may have defaults that the API server filled in.

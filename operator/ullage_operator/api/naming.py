@@ -125,11 +125,10 @@ def canary_pool(pool: str) -> str:
 
 
 def group_pool(pool: str) -> str:
-    """Return the pool name under which the followers of a pool or canary are grouped.
+    """Return the name of a pool's group of followers, as used in object names and labels.
 
-    The name is used in object names and labels.
-    Followers discover their leaders through a Service of this name. The NetworkPolicy between
-    leaders and followers also has this name.
+    A canary's followers have a group of their own. The Service through which followers discover
+    their leaders has this name, and so does the NetworkPolicy between leaders and followers.
     """
     return f"{pool}{_GROUP}"
 
@@ -163,12 +162,21 @@ def engine_name(service: str) -> str:
 
 
 def fetcher_name(service: str) -> str:
-    """Return the name of the NetworkPolicy for pods that download models into shared claims."""
+    """Return the name of the NetworkPolicy for the pods that pre-fill shared model volumes.
+
+    These pods download a model into a PersistentVolumeClaim that engines share.
+    """
     return f"{service}-fetcher"
 
 
 def fetch_name(service: str, digest: str) -> str:
-    """Return the name of a Job that downloads a model into a shared claim."""
+    """Return the name of a Job that downloads a model into a shared PersistentVolumeClaim.
+
+    Args:
+        service: the name of the service.
+        digest: a hash of the claim and the pod template, because a changed template needs a new
+            Job.
+    """
     return f"{service}-fetch-{digest}"
 
 

@@ -1,4 +1,4 @@
-"""Merges pod templates. Lists of objects are merged by key, as in server-side apply.
+"""Merges pod templates the way server-side apply does: lists of objects are merged by key.
 
 The operator merges its own pod fields, and pod fields from older specs, into a spec's pod
 templates.

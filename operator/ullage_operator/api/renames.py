@@ -49,7 +49,7 @@ def _seconds(value: Any) -> Any:
 
 
 def _method(value: Any) -> Any:
-    """Replace the 0.1.0 summary method `model` with `Extractive`, and keep any other value."""
+    """Convert the 0.1.0 name `model` of a summary method to `Extractive`, and keep other values."""
     return "Extractive" if value in ("model", "Model") else value
 
 
@@ -180,7 +180,7 @@ def _whole(percent: float) -> int:
 
 
 def _difference(percent: float) -> str:
-    """Describe by how many percentage points rounding to a whole percent changes a percentage."""
+    """Describe how far rounding to a whole percent moves a percentage, in percentage points."""
     more = Decimal(_whole(percent)) - Decimal(str(percent))
     side = "more" if more > 0 else "less"
     return f"{abs(more):f} percentage points {side}: shares are whole percentages"
@@ -202,10 +202,10 @@ def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _round(section: dict[str, Any], name: str, rename: Rename) -> str:
-    """Round a fraction to a whole percent in place, and describe the change.
+    """Round a fraction to a whole percent in place, and describe the change (empty if none).
 
-    A field that was dropped, or whose value is replaced, is described but not modified. The
-    result is empty if nothing changes.
+    If the field was dropped, or an upgrade replaces its value, the change is described but the
+    field is not modified.
     """
     value = section[name]
     if not rename.new:
@@ -239,9 +239,9 @@ def upgraded(
     """Convert a 0.1.0 spec to the current names and formats. A current spec stays unchanged.
 
     Args:
-        definition: the schema of a spec, used to convert enum words and decimals to the API's
-            notation. If it is None, they keep the notation of configuration files, which the
-            operator also uses in releases and in the specs that it saves.
+        definition: the schema of a spec, used to convert enum values and decimals to the API's
+            notation. Without it, they keep the notation of configuration files, which the operator
+            also uses in releases and in the specs that it saves.
     """
     result = copy.deepcopy(dict(spec))
     for rename in RENAMES:
@@ -257,17 +257,20 @@ def upgraded(
 
 
 class _Items(dict[str, Any]):
-    """The items of a list that managedFields mentions, as a dict.
+    """A list as managedFields describes it, stored as a dict from position to item.
 
-    managedFields covers only the items that one client set, so a plain list would have gaps. Each
-    item is stored under its index in the live list, or under its merge key if the index is unknown.
+    managedFields covers only the items that one client set, so a plain list would have gaps. The
+    position is the item's index in the live list, or its merge key if the index is unknown.
     """
 
 
 def _sections(
     value: Any, steps: Sequence[str], path: str = "spec"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the actual path and value of every object in a spec that matches a wildcard path."""
+    """Yield the path and value of each object in a spec that a path with wildcards matches.
+
+    In the yielded path, actual names and indices replace the wildcards `*` and `[]`.
+    """
     if not steps:
         if isinstance(value, dict):
             yield path, value
@@ -342,7 +345,7 @@ def _give_roles(pools: dict[str, Any]) -> None:
 
 
 def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
-    """Replace the enum words of version 0.1.0 in a value with the API's words, in place."""
+    """Replace enum values in the spelling of version 0.1.0 with the API's spelling, in place."""
     items: Any = ()
     if isinstance(value, dict):
         properties = schema.get("properties") or {}
@@ -393,11 +396,13 @@ def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tree: Any, live: Any) -> Any:
-    """Convert a fieldsV1 tree to nested fields, and remove the prefixes of its keys.
+    """Convert a fieldsV1 tree from managedFields to nested fields with plain names.
+
+    The tree marks every key with a prefix such as `f:`, which is removed.
 
     Args:
-        live: the corresponding value of the live object. The tree identifies list items only by
-            their keys, so their indices are looked up here.
+        live: the part of the live object that the tree describes. The tree identifies list items
+            only by their keys, so their indices are looked up here.
     """
     if not isinstance(tree, Mapping):
         return {}
@@ -416,7 +421,10 @@ def _plain(tree: Any, live: Any) -> Any:
 
 
 def _place(kind: str, name: str, live: Any) -> int | str:
-    """Return the index of the list item with a given key, or the key as text if no item has it."""
+    """Return the index of the live list item that a key in managedFields identifies.
+
+    If no item has the key, return the key as text.
+    """
     items = live if isinstance(live, list) else []
     try:
         key = json.loads(name)

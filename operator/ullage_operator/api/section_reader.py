@@ -39,12 +39,12 @@ def camel(name: str) -> str:
 
 
 def api_word(word: str) -> str:
-    """Return the API's CamelCase spelling of an enum word in a configuration file."""
+    """Return the API's CamelCase spelling of an enum value from a configuration file."""
     return _API_WORDS.get(word, word[:1].upper() + word[1:])
 
 
 def section_reader(section: type[Strict]) -> Reader:
-    """Return a function that reads a section of the API into a section class.
+    """Return a function that converts a section of an API object to its section class.
 
     The reader renames fields to snake case, and converts quantities to bytes and seconds. It raises
     msgspec.ValidationError for a quantity that cannot be read, and for a missing field that has a
@@ -56,7 +56,10 @@ def section_reader(section: type[Strict]) -> Reader:
 
 
 def _reader(kind: inspect.Type) -> Reader | None:
-    """Return a function that converts API values to type `kind`, or None if none is needed."""
+    """Return a function that converts API values to the type `kind`.
+
+    The result is None if values of this type need no conversion.
+    """
     match kind:
         case inspect.Metadata(extra={"unit": unit}):
             return partial(_read_quantity, _UNITS[unit])
@@ -86,10 +89,10 @@ def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
 
 
 def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
-    """Convert an enum word of the API to the spelling that configuration files use.
+    """Convert an enum value from the API's spelling to that of configuration files.
 
-    A word that is already spelled this way is returned unchanged, because releases and the specs
-    that the operator saves use this spelling.
+    A value that already has the latter spelling is returned unchanged, because releases and the
+    specs that the operator saves use it.
     """
     return words.get(value, value) if isinstance(value, str) else value
 

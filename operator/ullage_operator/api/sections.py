@@ -95,7 +95,7 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
-    """Settings for the remote KV tier, which uses KV blocks in the pool's other engines.
+    """Settings for the remote KV tier, which reuses KV blocks held by the pool's other engines.
 
     The engines are found through the pool's Service.
     """
@@ -271,7 +271,7 @@ class ServiceAccount(Strict, frozen=True, kw_only=True):
 
 
 class SecurityContext(Strict, frozen=True, kw_only=True):
-    """User and groups of all pods. The cluster or the image sets fields that are None."""
+    """User and group IDs of all pods. Fields that are None are left to the cluster or the image."""
 
     run_as_user: int | None = None
     run_as_group: int | None = None

@@ -78,8 +78,8 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
         """Return the name that identifies this cascade step in headers, metrics and logs.
 
         Args:
-            service: the name of the service that defines the cascade. It names the step that runs
-                on the service's own engines.
+            service: the name of the service that defines the cascade, which is the result if the
+                step runs on that service's own engines.
         """
         return self.service or self.address or service
 
@@ -248,7 +248,10 @@ class Spec(Strict, frozen=True, kw_only=True):
 
     @property
     def serves_adapters(self) -> bool:
-        """Return whether engines reserve slots for LoRA adapters, even if the spec lists none."""
+        """Return whether the engines of any pool reserve slots for LoRA adapters.
+
+        They may do so even if the spec lists no adapters.
+        """
         return any(pool.memory.max_loras for pool in self.pools.values())
 
 

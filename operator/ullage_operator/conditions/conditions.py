@@ -52,7 +52,7 @@ _MAX_FIELDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The state of a Deployment or StatefulSet that conditions depend on."""
+    """The state of a Deployment or StatefulSet from which a service's conditions are computed."""
 
     name: str
     desired: int
@@ -174,7 +174,11 @@ def ready_condition(
     available: Condition,
     troubles: Sequence[PodProblem],
 ) -> Condition:
-    """Return the Ready condition. If it is False, its reason is the most helpful one for users."""
+    """Return the Ready condition.
+
+    If it is False, the reason is the one that helps users most, for example a problem of a pod
+    instead of the general `PodsNotReady`.
+    """
     if available is STOPPED:
         return Condition(READY, False, available.reason, available.message)
 
@@ -274,7 +278,11 @@ def unlisted_kinds(unlisted: Sequence[str]) -> list[Condition]:
 
 
 def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
-    """Return the DefinitionOutdated condition (empty if the CRD has defaults for all fields)."""
+    """Return the DefinitionOutdated condition (empty if the CRD is not older than the operator).
+
+    Args:
+        undefined: fields for which the installed CRD has no default, which shows that it is older.
+    """
     if not undefined:
         return []
     others = len(undefined) - _MAX_FIELDS

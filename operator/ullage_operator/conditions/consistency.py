@@ -59,6 +59,7 @@ def _differing(groups: Iterable[Mapping[str, Fingerprint]]) -> str:
     """Describe how the fingerprints of engines in the same group differ (empty if they do not).
 
     Args:
-        groups: fingerprints by pod name, for each group of engines that should be alike.
+        groups: groups of engines whose fingerprints should be equal, each a mapping from pod name
+            to fingerprint.
     """
     return "; ".join(filter(None, (describe(differences(group)) for group in groups)))

@@ -68,9 +68,9 @@ def missing_pods_due_s(
 def _lacks(workload: WorkloadPods) -> bool:
     """Return whether a workload lacks pods now and lacked them in the last status.
 
-    Checking both filters out pods that are missing only briefly while they are being replaced. For
-    a Deployment, its controller must also report a failure, because the controller may have
-    observed a spec without having created the pods yet.
+    Checking both ignores pods that are missing only briefly while they are being replaced. For a
+    Deployment, its controller must also report a failure, because it may have observed the latest
+    spec but not created the pods yet.
     """
     live = workload.live
     desired = _desired(workload.live)

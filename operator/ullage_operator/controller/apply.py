@@ -62,10 +62,10 @@ class AppliedChanges:
             names.append(object_name(desired))
 
     def notes(self, is_new: bool) -> list[EventNote]:
-        """Return one Event note for each kind of change to the objects.
+        """Return one Event for each kind of change: objects created, updated, repaired or deleted.
 
         Args:
-            is_new: whether the service is new. Creating a new service's objects needs no Event.
+            is_new: whether the service is new. The creation of its objects is then not reported.
         """
         changes = (
             ("Created", "Create", () if is_new else self.created),
@@ -107,7 +107,7 @@ class ApplyResult:
 
     @property
     def result(self) -> str:
-        """Return the outcome of the writes as a value of the metric label `result`."""
+        """Return the value of the metric label `result` that describes how the writes went."""
         if self.refused or self.delayed:
             return "temporary" if self.delayed else "permanent"
         return "denied" if self.denied else "ok"

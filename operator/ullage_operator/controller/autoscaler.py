@@ -232,9 +232,9 @@ class Autoscaler(Generic[Key]):
 
 
 def _sizes_and_problem(decisions: ScalingDecisions) -> tuple[object, ...]:
-    """Return the parts of the decisions that trigger a reconciliation when they change.
+    """Return the pool sizes and any measurement problem.
 
-    These are the pool sizes and any measurement problem.
+    Other parts of the decisions may change without triggering a reconciliation.
     """
     sizes = {pool: each.replicas for pool, each in decisions.pools.items()}
     return sizes, decisions.problem

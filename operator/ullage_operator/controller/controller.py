@@ -216,7 +216,7 @@ class Controller:
 
     @property
     def silent_s(self) -> float:
-        """Return the number of seconds since the quietest watch last received data."""
+        """Return for how many seconds the quietest watch has received no data."""
         return self._informers.silent_s
 
     async def _reconcile(self, key: ServiceKey) -> float | None:

@@ -17,7 +17,10 @@ Object = dict[str, Any]
 
 
 def observe(cache: Cache, service: Object) -> Observed:
-    """Return a service's observed state from the cache, to which callers add measurements."""
+    """Return the part of a service's observed state that comes from the cache.
+
+    Callers add the measurements, for example the health of engines.
+    """
     key = ServiceKey(service["metadata"]["namespace"], service["metadata"]["name"])
     owned = [obj for obj in cache.owned(key) if belongs(obj, service)]
     optional = [kind for kind in OWNED if kind.optional]

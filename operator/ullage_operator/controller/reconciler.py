@@ -237,9 +237,9 @@ class Reconciler:
         return "yielded", ASK_AGAIN_S if turn is ServingTurn.YIELD else ANSWER_S
 
     def _with_challenger(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Return `observed` with the name of any other operator that watches the same service.
+        """Return `observed` with the name of another operator that watches the service, if any.
 
-        That operator has recently sent a liveness query to this one.
+        The other operator is known from the liveness query that it recently sent to this one.
         """
         now_s = time.monotonic()
         if name := challenger_of(observed.status):
@@ -262,9 +262,9 @@ class Reconciler:
         )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
-        """Return `observed` with the pools whose engines the routers cannot reach either.
+        """Return `observed` with the pools that neither the operator nor any router can reach.
 
-        Only pools in which an engine has stopped reporting to the operator are checked.
+        Routers are asked only about pools in which an engine has stopped reporting to the operator.
         """
         pools = silent_pools(observed.engine_health.values(), service.spec.healing.silent_after)
         if not pools:

@@ -66,11 +66,11 @@ class RolloutQueue:
         return len(self._rolling - {key}) < self._max_rollouts
 
     def may_yield(self, key: ServiceKey) -> bool:
-        """Return whether a service can delete an old pod without losing its place on the node.
+        """Return whether resources freed by deleting a service's old pod would go to its next pod.
 
-        The freed resources are meant for the service's own next pod. An unschedulable engine of
-        another service could take them first, so the result is False while there is one. If several
-        edited services wait for resources at the same time, the first by name takes precedence.
+        An unschedulable engine of another service could take them first, so the result is False
+        while there is one. If several edited services wait for resources at the same time, the
+        first by name takes precedence.
         """
         others = (self._roomless | self._seeking) - {key}
         return all({key, other} <= self._seeking and key < other for other in others)

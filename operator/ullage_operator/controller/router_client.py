@@ -87,10 +87,10 @@ class RouterClient:
     ) -> frozenset[str]:
         """Return the pools in which no router can reach a ready engine.
 
-        Unready routers are queried too, because a router without engines is unready, but they need
-        not respond. The result is empty if the answer is uncertain. This is the case if a router
-        has just started and may not have discovered the engines yet, if a ready router does not
-        respond, or if no router responds.
+        The result is empty if this is uncertain: if a router has just started and may not have
+        discovered the engines yet, if a ready router does not respond, or if no router responds.
+        Unready routers are queried too, because having no engines makes a router unready, but they
+        need not respond.
 
         Args:
             pods: the pods of the service.

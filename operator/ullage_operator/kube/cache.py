@@ -1,10 +1,10 @@
-"""Caches the objects of all watched kinds, fed by watch events and periodic sweeps. No I/O.
+"""Caches the objects of all watched kinds, fed by watch events and periodic sweeps.
 
-Reconciliations read from the cache instead of the API server. The cache also records which kinds
-the operator cannot list or watch, and why.
+Reconciliations read from the cache instead of the API server. The cache does no I/O. It also
+records which kinds the operator cannot list or watch, and why.
 
-Events for different objects may arrive in any order. They reveal neither when all existing objects
-have been delivered nor which objects were deleted while no watch was active. A sweep reveals both,
+Events for different objects may arrive in any order. They do not reveal when all existing objects
+have been delivered, nor which objects were deleted while no watch was active. A sweep reveals both,
 because it lists the names and versions of all objects.
 """
 
@@ -346,7 +346,7 @@ class Cache:
     def _is_awaited(self, scope: Scope) -> bool:
         """Return whether planning must wait until a scope has been listed.
 
-        If a scope keeps failing to list, planning waits for it only if it contains the services
+        A scope that keeps failing to list delays planning only if it contains the services
         themselves.
         """
         visibility = self._collections[scope].visibility

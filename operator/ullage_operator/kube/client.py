@@ -61,10 +61,10 @@ _VERBS = {
 
 
 def unlimited() -> float:
-    """Return the seconds for which a process without leader election may still write.
+    """Return the time limit in seconds for a write by a process without leader election.
 
-    A leader must stop writing when its Lease runs out, but this process may always write. The
-    result is the request timeout, so writes are limited no more strictly than other requests.
+    A leader must stop writing when its Lease runs out, but this process may always write. The limit
+    is therefore the request timeout, which is no stricter than for other requests.
     """
     return _REQUEST_S
 

@@ -115,7 +115,7 @@ class Informers:
         scopes: the scopes to watch.
         cache: the cache to fill.
         metrics: counts restarts of watches.
-        stop: set by SIGINT and SIGTERM, whose handlers kopf would replace.
+        stop: event to set on SIGINT and SIGTERM, whose handlers kopf would replace.
         times: timeouts and intervals of the watches.
     """
 
@@ -152,7 +152,7 @@ class Informers:
 
     @property
     def silent_s(self) -> float:
-        """Return the number of seconds since the quietest watch last received data."""
+        """Return for how many seconds the quietest watch has received no data."""
         return max((informer.silent_s for informer in self._informers.values()), default=0.0)
 
 

@@ -91,7 +91,7 @@ class Candidacy:
 
         Args:
             lease: the Lease that was written.
-            begun_s: the time at which the write began, from which the leadership is counted.
+            begun_s: the time at which the write began. The leadership is counted from this time.
             now_s: the current time.
         """
         record = dict(lease["spec"])

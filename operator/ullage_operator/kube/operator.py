@@ -45,7 +45,7 @@ class Operator:
     """Runs the operator as handlers of a kopf program.
 
     Args:
-        make: builds the component from the connection to the API server and an event that is set
+        make: builds the `Runnable` from the connection to the API server and an event that is set
             when the operator must stop.
     """
 

@@ -104,7 +104,7 @@ def adapters_file(service: Service) -> str:
 
 
 def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySection:
-    """Return the memory section of a pool's engines.
+    """Return the memory section of the configuration of a pool's engines.
 
     The peers of an engine are the other engines of its pool, which run the same model. Engines
     discover their peers through the pool's headless Service. If the spec does not set the size of
@@ -141,13 +141,14 @@ def device_of(device: engine.Device, settings: Settings) -> engine.Device:
 
 
 def router_config(service: Service, accepts_plaintext: bool = False) -> RouterConfig:
-    """Return the configuration that all routers share.
+    """Return the configuration that all routers of a service share.
 
-    DNS resolves a pool's target to the addresses of its ready engines.
+    Each pool's target is a DNS name that resolves to the addresses of the pool's ready engines.
 
     Args:
         service: the service.
-        accepts_plaintext: whether some engines use TLS and others plaintext.
+        accepts_plaintext: whether routers must support both TLS and plaintext, because some engines
+            use one and some the other.
     """
     spec = service.spec
     pools = [

@@ -40,9 +40,10 @@ def router_objects(
     """Return the routers' Deployment and its related objects, in the order to apply them.
 
     Args:
-        rollout_file: the text of the file that running routers reload. Changing this file does
-            not restart routers.
-        accepts_plaintext: whether some engines use TLS and others plaintext.
+        rollout_file: the text of the file that running routers reload. Changing this file does not
+            restart routers.
+        accepts_plaintext: whether routers must support both TLS and plaintext, because some engines
+            use one and some the other.
     """
     name = naming.router_name(service.name)
     config = to_yaml(document(router_config(service, accepts_plaintext)))

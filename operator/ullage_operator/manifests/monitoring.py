@@ -272,7 +272,8 @@ def burn(service: Service, window: str, objectives: str) -> str:
 def and_several(service: Service, count: int, window: str) -> str:
     """Return a PromQL clause that keeps an alert from firing on only a few requests.
 
-    Appended to an alert's expression, it also requires more than `count` requests in the window.
+    Append it to the alert's expression. It holds only if there were more than `count` requests in
+    the window.
     """
     requests = f"sum(increase(ullage_router_requests_total{{{routers(service)}}}[{window}]))"
     return f"and on() {requests} > {count}"

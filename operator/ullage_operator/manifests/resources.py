@@ -113,7 +113,10 @@ def _kv_folder_bytes(pool: PoolSpec) -> int:
 
 
 def kv_holders(pool: PoolSpec) -> list[dict[str, Any]]:
-    """Return the volume mounts of the pod template's engine that contain the file tier's folder."""
+    """Return the volume mounts in the pod template that contain the KV file tier's folder.
+
+    Only mounts of the engine's container are considered.
+    """
     file = pool.memory.tiers.file
     containers = pool.pod_template.get("spec", {}).get("containers")
     return [

@@ -28,10 +28,7 @@ It holds the ring buffer of ten 24 MiB chunks through which a rank responds to v
 
 @dataclass(frozen=True, slots=True)
 class MountedSecret:
-    """A Secret mounted as a folder.
-
-    The kubelet does not update a Secret that is mounted as a single file.
-    """
+    """A Secret mounted as a folder, because the kubelet does not update one mounted as a file."""
 
     volume: str
     secret: str

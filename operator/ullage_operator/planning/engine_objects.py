@@ -109,7 +109,7 @@ def all_engines(
 
 
 def with_stop(item: Manifest) -> Manifest:
-    """Return an object of a stopped pool. A StatefulSet gets an annotation that says so.
+    """Return an object of a stopped pool, annotated as stopped if it is a StatefulSet.
 
     The annotation tells `was_stopped` that the StatefulSet has no replicas because of `spec.stop`.
     """
@@ -120,10 +120,10 @@ def with_stop(item: Manifest) -> Manifest:
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
-    """Return an object of a pool that gives up engines in favour of a canary.
+    """Return an object of a pool in which a canary takes the place of some engines.
 
-    A StatefulSet's replicas are reduced by the pods that the canary replaces. Any other object is
-    returned unchanged.
+    A StatefulSet's replicas are reduced by the number of pods that the canary replaces. Any other
+    object is returned unchanged.
 
     Args:
         item: an object of the pool, of any kind.

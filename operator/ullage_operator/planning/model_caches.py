@@ -34,7 +34,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FetchObservation:
-    """What the operator knows about model downloads from sources other than the Job objects."""
+    """Observations about model downloads that the Job objects themselves do not contain."""
 
     sees_jobs: bool = False
     """Whether the operator can list Jobs. If it cannot, engines do not wait for Jobs."""

@@ -30,7 +30,7 @@ class ObjectKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The live objects and measurements that the plan of one service depends on."""
+    """The live objects and measurements from which the operator plans one service."""
 
     now: datetime
     """The time of the observation, in UTC."""
@@ -99,7 +99,10 @@ def canary_pods(observed: Observed) -> list[LiveObject]:
 
 
 def stable_pods(observed: Observed) -> list[LiveObject]:
-    """Return all pods except the canary's, which do not affect the service's readiness."""
+    """Return all pods that do not belong to a canary.
+
+    A canary's pods are left out because they do not affect the service's readiness.
+    """
     return [pod for pod in observed.pods if not is_canary(pod)]
 
 

@@ -1,4 +1,4 @@
-"""Plans the actions for a declared service from the objects that exist.
+"""Plans what the operator does for a declared service, given the objects that already exist.
 
 The operator applies a plan to the cluster. `ullage up` runs the same pods as processes.
 """
@@ -49,7 +49,8 @@ LiveObject = dict[str, Any]
 class ServicePlan:
     """The actions that the operator takes for one service.
 
-    The operator applies objects, deletes objects, writes the status and then restarts pods.
+    They are carried out in order: objects are applied, objects are deleted, the status is written,
+    and then pods are restarted.
     """
 
     apply: tuple[Manifest, ...]

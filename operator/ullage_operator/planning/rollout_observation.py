@@ -1,4 +1,4 @@
-"""Derives the inputs of a rollout's plan from the observations of its service."""
+"""Extracts what a rollout's plan depends on from all observations of a service."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -34,7 +34,7 @@ SEEK = timedelta(minutes=10)
 
 
 def observe_rollout(observed: Observed) -> RolloutObservation:
-    """Return the observations that a rollout's plan depends on."""
+    """Return the observations that are needed to plan a service's rollout."""
     kept = next((obj for key, obj in observed.objects.items() if _is_rollout_state(key)), {})
     pods = canary_pods(observed)
     wrong = diagnose(pods, observed.now, observed.lost_nodes, observed.warnings)
@@ -64,10 +64,10 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
 
 
 def roomless_pools(observed: Observed) -> dict[str, float]:
-    """Return the longest time in seconds that a canary pod has been unschedulable, by pool.
+    """Return how long canary pods have been unschedulable, in seconds, by pool.
 
-    A pool is included only if stopping one of its stable engines would free enough resources for
-    such a pod.
+    If a pool has several such pods, the longest time counts. A pool is included only if stopping
+    one of its stable engines would free enough resources for such a pod.
     """
     waits: dict[str, float] = {}
     for pod in canary_pods(observed):
@@ -84,10 +84,10 @@ def roomless_pools(observed: Observed) -> dict[str, float]:
 
 
 def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) -> bool:
-    """Return whether the service's rollout is waiting for nodes on which to run its engines.
+    """Return whether the service's rollout is still waiting for nodes for its engines.
 
-    These are the engines of its canary, or of the revision that was just promoted. After `SEEK`
-    (10 minutes), the result is False, so that other services no longer wait for this one.
+    These are the canary's engines, or the engines of the revision that was just promoted. After
+    `SEEK` (10 minutes), the result is False, so that other services no longer wait for this one.
     """
     if observed.now - progress.since > SEEK:
         return False

@@ -51,10 +51,10 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The service that the operator applies.
+    """The service in the form in which the operator applies it.
 
-    It differs from the declared service if that one is invalid. Its spec is then the last valid
-    one, or is reconstructed from the live objects.
+    If the declared service is invalid, its spec is replaced with the last valid one, or with one
+    that is reconstructed from the live objects.
     """
 
     service: Service

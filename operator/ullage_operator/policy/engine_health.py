@@ -67,7 +67,8 @@ def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
 
     Args:
         engines: the engines of the pool.
-        before: the number in the service's status. It is returned until every engine has reported.
+        before: the number in the service's status, which is returned until every engine has
+            reported.
     """
     reports = [engine.report for engine in engines]
     return sum(each.worker_restarts for each in reports if each) if all(reports) else before
@@ -78,7 +79,8 @@ def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
 
     Args:
         engines: the engines of the pool.
-        before: the number in the service's status, a lower bound until every engine has reported.
+        before: the number in the service's status. The result is not below it until every engine
+            has reported.
     """
     reports = [engine.report for engine in engines]
     num_hot = sum(bool(each and each.throttle_reasons) for each in reports)

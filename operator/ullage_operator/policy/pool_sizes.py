@@ -169,8 +169,8 @@ def was_stopped(live: Object | None) -> bool:
 def left_to_others(pool: PoolSpec, live: Object | None, is_stopped: bool = False) -> bool:
     """Return whether another controller sets the StatefulSet's number of replicas.
 
-    KEDA does so once the StatefulSet exists, unless the service is stopped or is restarting after a
-    stop.
+    In a pool that KEDA scales, KEDA sets it as soon as the StatefulSet exists, unless the service
+    is stopped or is restarting after a stop.
     """
     is_held = is_stopped or was_stopped(live)
     return provider_of(pool) == KEDA and live is not None and not is_held

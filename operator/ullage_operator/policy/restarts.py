@@ -46,7 +46,7 @@ _UNKNOWN = EngineHealth(pool="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePod:
-    """The state of an engine pod that restart decisions depend on."""
+    """What the operator knows about an engine pod when it decides whether to restart it."""
 
     name: str
     uid: str
@@ -289,7 +289,7 @@ def engine_pods(
     lost_nodes: frozenset[str],
     now: datetime,
 ) -> list[EnginePod]:
-    """Return the engine pods with the state that restart decisions depend on.
+    """Return the engine pods of a service, each with what restart decisions are based on.
 
     Args:
         pods: the pods of a service.

@@ -68,8 +68,8 @@ class Strain:
 class ScalingHistory:
     """Earlier decisions about a pool. Times are in seconds on a monotonic clock.
 
-    An operator that has just started has no history. The current number of engines then counts as
-    suggested just now, so that no engine is removed before a full window has passed.
+    An operator that has just started has no history. It treats the current number of engines as a
+    suggestion made just now, so that no engine is removed before a full window has passed.
     """
 
     highs: tuple[ReplicasAt, ...] = ()
@@ -122,10 +122,7 @@ def decide_replicas(
 
 
 def _asleep(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
-    """Decide whether a pool without engines should wake up.
-
-    Return None if the pool is not asleep.
-    """
+    """Decide whether a sleeping pool should wake up, or return None if the pool is not asleep."""
     least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas))
     if current or least or policy.max_replicas == 0:
         return None

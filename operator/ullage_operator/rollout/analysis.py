@@ -81,7 +81,8 @@ def analyze(
         canary: the counts of the canary.
         stable: the counts of the stable engines.
         rollout: the service's `rollout`, with the thresholds.
-        is_last: whether the time limit for collecting enough requests has passed.
+        is_last: whether the time limit for collecting enough requests has passed, so that the
+            analysis must not wait for more.
     """
     failed = [
         fault
@@ -270,9 +271,9 @@ class CanarySample:
 def sample_name(revision: str, step: int) -> str:
     """Return the name that identifies a trial in router reports: its revision and step.
 
-    The canary's percentage of requests is not part of the name. It changes when pools are resized,
-    so a trial in an autoscaled pool would never collect enough counts. The analysis compares rates,
-    so it may add counts collected at different percentages.
+    The canary's percentage of requests is not part of the name, because it changes whenever a pool
+    is resized. With a new name each time, a trial in an autoscaled pool would never collect enough
+    counts. The analysis compares rates, so it may add counts collected at different percentages.
     """
     return f"{revision}/{step}"
 

@@ -1,4 +1,4 @@
-"""Turns observations into the facts that decide how a rollout advances."""
+"""Derives the facts that decide how a rollout advances from observations of the cluster."""
 
 import dataclasses
 import hashlib
@@ -158,7 +158,10 @@ def rollout_facts(
 def _is_of_many(
     service: Service, observation: RolloutObservation, target: Release, release: Release
 ) -> bool:
-    """Return whether a change (a new default image or an edited base) affects many services."""
+    """Return whether a change rolls out many services at once.
+
+    Such a change is a new default image or an edited base.
+    """
     is_of_a_base = bool(service.spec.base_refs) and not observation.is_edited
     is_of_the_operator = not service.spec.image and has_other_image_only(target, release)
     return is_of_a_base or is_of_the_operator
@@ -169,9 +172,9 @@ def outdated_pools(
 ) -> tuple[str, ...]:
     """Return the pools whose pod template changed only because the operator was upgraded.
 
-    A pool is excluded if an edit changed settings that its stable engines and its canary share.
-    Routers apply such edits immediately, so engines must not wait for the rollout queue either.
-    Other edits do not let a waiting service skip the queue.
+    A pool is excluded if an edit changed a setting that its stable engines and its canary share.
+    Routers apply such an edit immediately, so the engines must not wait in the rollout queue
+    either. An edit of other settings does not let a waiting service skip the queue.
     """
     edit_hash = shared_hash(service)
     is_changed = bool(changed_pools(release_of(service, settings), state.release))
@@ -241,10 +244,9 @@ def unmeasured(unanswered: Sequence[str]) -> str:
 
 
 def unheard(troubles: Sequence[str]) -> str:
-    """Return a message that says why engines do not report to the operator, and how to fix this.
+    """Return a hint on why engines do not report to the operator and how to fix this.
 
-    It is appended to the description of what the analysis waits for, and is empty if there are no
-    errors.
+    It is appended to the message about what the analysis waits for. It is empty without errors.
     """
     if not troubles:
         return ""

@@ -2,10 +2,11 @@
 
 A crash, called a fall here, is the loss of a worker or the exit of a container. An engine's server
 counts the workers that it lost, and the kubelet counts container restarts. Both counters belong to
-a single pod. They are the same no matter when a router reloaded its rollout file, which address a
-name resolved to, or which operator read them.
+a single pod. Their values therefore do not depend on when a router reloaded its rollout file, on
+which address a name resolved to, or on which operator read them.
 
-Routers also count crashes, but only once they know about a canary. They miss its earlier crashes.
+Routers also count crashes, but only once they know about a canary, so they miss its earlier
+crashes.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Builds the objects of a rollout: its state, the canary's engines, and the routers' file."""
+"""Builds a rollout's objects: its state, the canary's engines, and the routers' rollout file."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -38,7 +38,10 @@ def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> 
 
 
 def with_revision(service: Service, objects: Iterable[Manifest], revision: str) -> list[Manifest]:
-    """Return a pool's objects, with the revision and hashes added to its StatefulSets."""
+    """Return a pool's objects, with its StatefulSets annotated with the revision and hashes.
+
+    Later reconciliations compare the hashes to tell an operator upgrade from an edit.
+    """
     hashes = {naming.REVISION: revision, naming.SHARED_HASH: shared_hash(service)}
     return [
         _with_hashes(item, hashes) if item["kind"] == "StatefulSet" else item for item in objects

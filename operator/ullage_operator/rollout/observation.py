@@ -1,4 +1,4 @@
-"""The observations that a rollout depends on."""
+"""Defines the observations from which a rollout is planned."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutObservation:
-    """The existing objects and counts that a service's rollout depends on."""
+    """The live objects, request counts and engine reports from which a rollout is planned."""
 
     now: datetime
     stateful_sets: Mapping[str, Manifest]

@@ -121,7 +121,7 @@ def plan_rollout(
 def _held_progress(
     service: Service, observation: RolloutObservation, target: Release
 ) -> RolloutProgress | None:
-    """Return progress that freezes all engines if the rollout's state is lost or unreadable.
+    """Return progress that keeps engines unchanged if the rollout's state is lost or unreadable.
 
     Return None if the rollout can proceed.
     """
@@ -174,7 +174,8 @@ def _has_mixed_engines(
 ) -> bool:
     """Return whether some engines use TLS and others plaintext.
 
-    While stable engines are being replaced, pods may differ even if all StatefulSets agree.
+    It is not enough to compare the StatefulSets. While stable engines are being replaced, their
+    pods may differ even if all StatefulSets agree.
     """
     if are_mixed((service, stable), observation.stateful_sets.values()):
         return True

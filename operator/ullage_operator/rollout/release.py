@@ -74,7 +74,7 @@ def release_of(service: Service, settings: Settings) -> Release:
 def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a pool that belong to a release, because they affect its engines.
 
-    `modelCache.warm` is not one of them.
+    `modelCache.warm` is left out, like the fields in `NOT_OF_A_POOL`.
     """
     cache = _without(pool["modelCache"], ("warm",))
     return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}

@@ -123,10 +123,10 @@ def _annotated(item: Manifest, more: Mapping[str, str]) -> Manifest:
 
 
 def _kept(item: Manifest, live: Mapping[Any, Mapping[str, Any]]) -> Manifest:
-    """Return an object of the routers, keeping the live configuration if it is their ConfigMap.
+    """Return an object of the routers, with the live configuration if it is their ConfigMap.
 
-    The rollout file in that ConfigMap is still replaced. Running routers reload it whenever it
-    changes.
+    The rollout file in that ConfigMap is still replaced, because running routers reload it whenever
+    it changes.
     """
     config = live.get((item["kind"], item["metadata"]["name"]), {}).get("data", {})
     if item["kind"] != "ConfigMap" or naming.ROUTER_CONFIG not in config:

@@ -69,7 +69,7 @@ class RolloutCommand(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """The facts that the next step of a rollout depends on."""
+    """The facts from which the state machine decides the next step of a rollout."""
 
     now: datetime
     target: str
@@ -124,7 +124,7 @@ class RolloutFacts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
-    """The stage of a rollout and the decisions that it depends on."""
+    """The stage of a rollout, and the decisions on which its next steps depend."""
 
     stable: str
     since: datetime
@@ -236,9 +236,9 @@ def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
 def _keep_stable(
     state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec
 ) -> RolloutProgress:
-    """Return the progress if the spec requests the stable revision, so that nothing must be tried.
+    """Return the progress if the spec requests the stable revision and no other must be tried.
 
-    Trials of other revisions and earlier rollbacks end. Outdated engines are replaced.
+    A trial of another revision, or an earlier rollback, ends. Outdated engines are replaced.
     """
     if state.stage is RolloutStage.STABLE and facts.is_outdated:
         return _renew(state, facts, policy)
@@ -265,10 +265,10 @@ def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
 
 
 def _renewal(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> str:
-    """Return how far the replacement of outdated stable engines is, after a rollback.
+    """Return the state of replacing outdated stable engines after a rollback.
 
-    The result is a key in `RENEWALS`: they are being replaced, are paused, or wait in the rollout
-    queue. It is empty if they need not be replaced.
+    The result is a key in `RENEWALS`: the engines are being replaced, or their replacement is
+    paused or waits in the rollout queue. It is empty if they need not be replaced.
 
     The stage remains RolledBack. The replacement is complete when all stable engines are ready.
     """

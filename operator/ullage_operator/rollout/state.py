@@ -41,7 +41,7 @@ _TIMES = ("since", "unready_since", "unserved_since", "settled_since")
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """The progress of a rollout, and its releases."""
+    """The stored state of a rollout: its progress, and the releases that the progress refers to."""
 
     progress: RolloutProgress
     release: Release
@@ -61,10 +61,10 @@ class RolloutState:
         return other if other and self.tried == target else revision_of(target)
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
-        """Return the state that follows this one, with new progress.
+        """Return this state with new progress.
 
-        It keeps only the releases that the new progress refers to: the stable one, and the one that
-        is being tried or has failed.
+        Only the releases that the new progress refers to are kept: the stable release, and the one
+        that is being tried or has failed.
 
         Args:
             progress: the new progress.

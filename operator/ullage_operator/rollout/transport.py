@@ -1,7 +1,7 @@
-"""Orders the steps of switching connections to engines between TLS and plaintext.
+"""Decides in which order routers and engines switch between TLS and plaintext connections.
 
-During the switch, engines with TLS and engines with plaintext serve at the same time. Before the
-switch, routers are replaced with routers that support both. Afterwards, they are replaced with
+During the switch, engines with TLS and engines with plaintext serve at the same time. Routers are
+therefore first replaced with routers that support both. After the switch, they are replaced with
 routers that support only the new protocol, because a router that accepts plaintext cannot tell an
 engine from an impostor.
 """
@@ -60,8 +60,8 @@ def with_engine_tls(service: Service, stable: Service, deployment: Manifest | No
 
     Args:
         stable: the service with its stable engines.
-        deployment: the live Deployment of the routers. While the last engines with TLS are
-            terminating, only its annotation still contains the TLS settings.
+        deployment: the live Deployment of the routers. Its annotation is the only place that still
+            has the TLS settings while the last engines with TLS are terminating.
     """
     engines = service.spec.tls.engines or stable.spec.tls.engines or _kept_tls(deployment)
     tls = msgspec.structs.replace(service.spec.tls, engines=engines)
