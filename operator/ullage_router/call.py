@@ -1,4 +1,4 @@
-"""Defines `Call`, the request that passes through the pipeline, and the streams of its answer."""
+"""Defines `Call`, a request with its context, and the interfaces of the streams of its answer."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ class PausableDeadline:
 
     @contextlib.contextmanager
     def pauses(self, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Pause an asyncio timeout whenever the deadlines are paused inside the `with` block."""
+        """Pause this timeout too whenever the deadlines are paused while the `with` block runs."""
         self._timeouts.append(timeout)
         try:
             yield
@@ -93,9 +93,9 @@ def deadline_of(
 ) -> PausableDeadline:
     """Return a request's deadlines, measured from its arrival.
 
-    Some answers arrive all at once, for example with beam search. Their first token may therefore
-    take as long as the entire answer. Embeddings also arrive all at once, but must do so within
-    `stall_s`.
+    The first token normally has to arrive within `stall_s`. If an answer arrives all at once, for
+    example with beam search, its first token may instead take as long as the entire answer.
+    Embeddings also arrive all at once, but must do so within `stall_s`.
 
     Args:
         timeout_s: maximum seconds from the arrival to the last token.
@@ -140,7 +140,10 @@ def _nothing() -> None:
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):
-    """A request with its context, independent of HTTP or gRPC. Stages pass on modified copies."""
+    """A request and what the pipeline knows about it, whether it came over HTTP or gRPC.
+
+    A call is immutable, so each pipeline stage passes a modified copy on to the next stage.
+    """
 
     request: inference_pb2.GenerateRequest
     record: RequestRecord
@@ -203,7 +206,7 @@ class EngineStream(Protocol):
 
     @property
     def accepted(self) -> inference_pb2.Accepted:
-        """Return the engine's acceptance message."""
+        """Return the message with which the engine accepted the request."""
 
     @property
     def is_over(self) -> bool:
@@ -232,7 +235,7 @@ class ResponseStream(Protocol):
 
     @property
     def accepted(self) -> inference_pb2.Accepted:
-        """Return the engine's acceptance message, with the router's decision filled in."""
+        """Return the engine's Accepted message, with the router's decision filled in."""
 
     @property
     def output_tokens(self) -> int:
@@ -264,7 +267,7 @@ def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
 
 
 def num_samples(samples: inference_pb2.Samples) -> int:
-    """Return how many alternative answers the engine generates. It may return only some of them."""
+    """Return how many alternative answers the engine generates, even if it returns only some."""
     return max(1, samples.n, samples.best_of, samples.beam.width)
 
 

@@ -1,4 +1,4 @@
-"""A worker thread that prepares long requests before admission. Tenants take turns.
+"""Prepares long requests for admission in a worker thread, in which tenants take turns.
 
 Long bodies are parsed, checked and converted to conversations in this thread, because this work
 would block the event loop for too long. Pure Python code lets other threads run regularly, but

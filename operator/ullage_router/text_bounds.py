@@ -105,7 +105,10 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def token_bound(tokenizer: Tokenizer) -> TokenBound:
-    """Derive a tokenizer's token bound. If this is not possible, its `fewest` returns 0."""
+    """Derive from a tokenizer a lower bound on the number of tokens in any text.
+
+    If no bound can be derived, `fewest` of the returned object always returns 0.
+    """
     model = tokenizer.model
     normalizer = _Normalizer.of(_state(tokenizer.normalizer))
     steps = list(_steps(_state(tokenizer.pre_tokenizer)))
@@ -176,7 +179,10 @@ def _has_affixes(model: models.BPE | models.Unigram) -> bool:
 
 
 def _is_complete(model: object, vocabulary: Json, is_byte_level: bool) -> bool:
-    """Return whether every character ends up in a token of bounded length."""
+    """Return whether the vocabulary covers every character, by its bytes if necessary.
+
+    Otherwise, a run of unknown characters may become a single token of unbounded length.
+    """
     if is_byte_level:
         return vocabulary.keys() >= set(ByteLevel.alphabet())
     if not isinstance(model, models.BPE):
@@ -278,9 +284,10 @@ _WIDE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 
 
 def _spelled(characters: str) -> str:
-    """Return a regex that matches any of the characters, in either of two spellings.
+    """Return a regex that matches any of these characters as they appear in a vocabulary.
 
-    It matches the characters themselves and their spellings in a byte-level vocabulary.
+    Byte-level vocabularies spell characters differently, so the regex matches the characters
+    themselves as well as their byte-level spellings.
     """
     letters = ByteLevel(add_prefix_space=False, use_regex=False)
     in_bytes = [letters.pre_tokenize_str(each)[0][0] for each in characters]
@@ -388,7 +395,10 @@ class TextCutter:
 
 
 def _rules(tokenizer: Tokenizer) -> list[_Rule]:
-    """Return the split rules that are safe for a tokenizer, with at most one rule for spaces."""
+    """Return the rules that are safe for splitting texts with this tokenizer.
+
+    At most one of the rules splits at spaces.
+    """
     if not isinstance(tokenizer.model, models.BPE | models.Unigram):
         return []
     if isinstance(tokenizer.model, models.BPE) and tokenizer.model.dropout:

@@ -138,7 +138,7 @@ class Admission:
         self._deferrals = DeferralBook()
 
     async def admit(self, request: AdmissionRequest) -> Reservation:
-        """Try the steps of the admission ladder until memory is reserved for the request.
+        """Carry out one admission step after another until memory is reserved for the request.
 
         Raises:
             ServiceError: the request can never fit, does not fit now, or no engine is ready.
@@ -223,11 +223,11 @@ class Admission:
         )
 
     def _seen_by(self, call: Call) -> Deferrals:
-        """Return the request's view of recently refused requests.
+        """Return the recently refused requests, as far as this request must make way for them.
 
-        The view tells how much memory to leave for retries that take precedence over this request.
-        Refused clients are told to retry after a delay. Until then, later requests should not take
-        the memory that a retry will need.
+        The result tells how much memory to leave for retries that take precedence over this
+        request. Refused clients are told to retry after a delay. Until then, later requests should
+        not take the memory that a retry will need.
         """
         now = time.monotonic()
         self._deferrals.expire(now)

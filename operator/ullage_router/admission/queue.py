@@ -189,10 +189,11 @@ class RequestQueue:
         """Return the total KV bytes that earlier requests are waiting for, by pool.
 
         A subqueue counts only if its requests can run on every engine that this request could use.
-        Pools in which the request is next are omitted. Requests with the same priority all count as
-        earlier, because each arrival may change their order.
+        Pools in which this request is next are omitted. Requests with the same priority all count
+        as earlier, because each arrival may change their order.
 
         Args:
+            priority: the request's priority.
             entry: the request's place, or None if the request is not in the queue.
             adapter: the adapter that the request needs if some engines lack it (empty otherwise).
         """
@@ -213,9 +214,9 @@ class RequestQueue:
     def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[LineKey, int]:
         """Return the bytes to leave free for earlier requests with other adapters, by subqueue.
 
-        Only the first request (the head) of each subqueue counts. Its memory should be left free on
-        the engines that have its adapter. A value of 0 means that the head must not be overtaken
-        again.
+        Only the first request (the head) of each subqueue counts, and only if it comes before this
+        request. Its memory should be left free on the engines that have its adapter. A value of 0
+        means that the head must not be overtaken again.
         """
         keys = [key for key in self._lines if key[1] not in ("", adapter)]
         return {
@@ -224,7 +225,7 @@ class RequestQueue:
         }
 
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
-        """Return the KV bytes of the smallest queue head that the request may overtake, by pool.
+        """Return the size of the smallest head that the request may overtake, in KV bytes by pool.
 
         Overtaking the head of a subqueue is called backfill. The pools are the same as in `ahead`,
         except that a pool is omitted if one of its heads must not be overtaken again.
@@ -259,13 +260,17 @@ class RequestQueue:
         return head.num_passed >= self._section.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
-        """Yield the heads that precede a request and can run on every engine that it could use."""
+        """Yield the heads that come before a request and compete with it for every engine.
+
+        Such a head can run on every engine that the request could use.
+        """
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
         """Yield the heads of the given subqueues that precede an entry.
 
-        A head in another pool always counts as preceding the entry.
+        Heads are ordered only within a pool. A head in another pool therefore always counts as
+        preceding the entry.
 
         Args:
             entry: a request's entry, or None if the request is not queued and therefore comes last.

@@ -64,15 +64,18 @@ class ColdStartQueue:
         return len(self._held.get(pool, ()))
 
     def request_wake(self, pool: str) -> None:
-        """Record demand for a pool on behalf of a request that cannot be held."""
+        """Signal that a pool needs an engine, for a request that is not held here.
+
+        The signal counts as demand (`wanted`) for WANTED_S seconds.
+        """
         self._requested[pool] = time.monotonic()
         self._notify()
 
     def wanted(self, pool: str) -> int:
-        """Return the demand for a pool, which is the number of requests held for it.
+        """Return the demand for a pool, which prompts the operator to start an engine there.
 
-        If no request is held, the demand stays at 1 for WANTED_S seconds after the last request
-        that could not be held, unless an engine becomes ready.
+        This is the number of held requests. If there are none, it is 1 for WANTED_S seconds after
+        the last `request_wake`, unless an engine becomes ready.
         """
         requested = self._requested.get(pool)
         is_recent = requested is not None and time.monotonic() - requested <= WANTED_S
@@ -128,7 +131,7 @@ class ColdStartQueue:
             _resolve(futures, False)
 
     async def wait_until_wanted(self, pools: Iterable[str], within_s: float) -> None:
-        """Wait until there is demand for a pool, but for at most `within_s` seconds.
+        """Wait until there is demand for one of the pools, for at most `within_s` seconds.
 
         The wait also ends when the router shuts down.
         """
@@ -204,14 +207,15 @@ def empty_home(
     scaled_to_zero: frozenset[str],
     policy: RoutingPolicy,
 ) -> str:
-    """Return the scaled-to-zero pool in which the request would normally run.
+    """Return the request's home pool if it is scaled to zero, or else an empty string.
 
-    The result is empty if that pool has a ready engine, or if the request fits in no pool.
+    The home is the pool in which the request would normally run. The result is also empty if the
+    request fits in no pool.
 
     Args:
         views: the running engines, and the last known engine of each empty pool.
         scaled_to_zero: the pools without a ready engine. If this router has never seen an engine of
-            such a pool, the pool has no view, and the request is assumed to fit there.
+            such a pool, there is no view of one, and the request is assumed to fit there.
     """
     able = [view for view in views if room_of(facts, view) >= facts.min_tokens]
     unknown = [pool for pool in scaled_to_zero if not any(view.pool == pool for view in views)]
@@ -256,7 +260,9 @@ class ScaleToZero:
         return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call) -> None:
-        """Hold the request until an engine has described the model, as tokenisation requires.
+        """Hold the request until an engine has described the model.
+
+        Until then, the router has no tokenizer for the request.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -286,7 +292,10 @@ class ScaleToZero:
         return await proceed(call)
 
     def request_wake(self) -> None:
-        """Report demand for the first empty pool, on behalf of a request that cannot be held."""
+        """Signal demand for the first pool that is scaled to zero.
+
+        This is for a request that cannot be held.
+        """
         for pool in self.pools:
             if self.is_scaled_to_zero(pool):
                 self.queue.request_wake(pool)
@@ -326,7 +335,11 @@ class ScaleToZero:
         return was_held
 
     def _remembered(self, empty: frozenset[str]) -> list[EngineView]:
-        """Return a view of each empty pool's last known engine, with all of its memory free."""
+        """Return views of engines that stand in for the empty pools, which have no ready engine.
+
+        Each view shows the pool's last known engine as it would be after a restart: recovering, and
+        with all of its memory free.
+        """
         now = time.monotonic()
         last = (self._engines.last(pool) for pool in empty)
         views = [engine.view(now) for engine in last if engine]

@@ -1,5 +1,6 @@
-"""Cascades, which try a request on smaller models first, in this service and in others.
+"""Cascades, which try a request on a small model first and on larger ones only if necessary.
 
-This package runs a cascade's steps, buffers their answers until they have been judged, and sends
-requests to the routers of other services. It does not depend on how answers are relayed to clients.
+The models may be served by this service or by others. This package runs a cascade's steps, buffers
+their answers until they have been judged, and sends requests to the routers of other services. It
+does not depend on how answers are relayed to clients.
 """

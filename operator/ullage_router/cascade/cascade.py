@@ -329,7 +329,7 @@ class _Run:
         return answer
 
     async def _drop(self, step: int) -> BufferedAnswer | None:
-        """Cancel a step and discard its answer. Return that answer, or None if none had begun."""
+        """Cancel a step and discard its answer, which is returned if it had begun (else None)."""
         task = self._tasks.pop(step)
         _end(task)
         (answer,) = await asyncio.gather(task, return_exceptions=True)

@@ -102,8 +102,8 @@ class EngineConnection:
 
         Args:
             grace_s: seconds that answers on the old channel have to finish.
-            starts_stream: whether to open the new channel's stream immediately. If the engine has
-                not described its model yet, the stream is opened once it has.
+            starts_stream: whether to open the new channel's stream immediately. Otherwise, the
+                stream is opened once the engine has described its model.
         """
         channel = self._channel
         previous = self._multiplexer

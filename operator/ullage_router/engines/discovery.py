@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class PoolAddresses(NamedTuple):
-    """The result of a DNS look-up for one pool on one side of a rollout."""
+    """The addresses of a pool's engines, either stable or canary, from one DNS look-up."""
 
     side: Side
     pool: str
@@ -46,7 +46,11 @@ class PoolLookups:
         return frozenset(pool.name for pool in self._canary)
 
     def set_canary(self, pools: Iterable[PoolSection]) -> None:
-        """Set the pools whose targets resolve to canary engines, or none if there is no canary."""
+        """Set where to look for canary engines.
+
+        Args:
+            pools: the pools whose targets resolve to canary engines (empty if there is no canary).
+        """
         self._canary = tuple(pools)
 
     async def answers(self) -> AsyncIterator[PoolAddresses]:

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineOwner(Protocol):
-    """The interface through which an engine opens channels, loads models and reports changes."""
+    """What an `Engine` calls on its owner, to open channels, load models and report changes."""
 
     @property
     def is_secure(self) -> bool:
@@ -59,7 +59,7 @@ class EngineOwner(Protocol):
         """Handle a new report, the loss of an engine, or the release of a reservation."""
 
     def on_loss(self, engine: "Engine") -> None:
-        """Handle the end of an engine's reports. The engine may come back at another address."""
+        """Handle the end of an engine's reports, after which it may return at another address."""
 
     def on_restart(self, engine: "Engine") -> None:
         """Handle the restart of an engine, which empties its caches."""
@@ -74,7 +74,10 @@ class EngineOwner(Protocol):
         """Handle an engine whose circuit breaker has opened."""
 
     def on_numerics_change(self) -> None:
-        """Handle a change in the numerics fingerprint that an engine reports."""
+        """Handle a change in an engine's numerics fingerprint.
+
+        Engines with the same fingerprint produce bit-identical results.
+        """
 
     @property
     def num_engines(self) -> int:
@@ -227,10 +230,10 @@ class Engine:
 
     @property
     def has_numerics(self) -> bool:
-        """Whether the engine's numerics can be compared with those of other engines.
+        """Whether the engine's numerics fingerprint can be compared with those of other engines.
 
-        This requires that the engine has been ready at some point, and that it is neither
-        connecting nor gone now.
+        Equal fingerprints mean bit-identical results. The comparison requires that the engine has
+        been ready at some point, and that it is neither connecting nor gone now.
         """
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
@@ -249,7 +252,7 @@ class Engine:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether a temporary limit on requests applies because the engine failed recently."""
+        """Whether the engine gets only a few requests at once, because it failed recently."""
         return self.breaker.limit is not None
 
     @property
@@ -287,7 +290,7 @@ class Engine:
 
     @property
     def trouble(self) -> str:
-        """Why the engine gets no requests (empty if nothing is wrong)."""
+        """Why the router sends the engine no requests (empty if nothing is wrong)."""
         lack = "serves no Multiplex stream; update the engine"
         out = self.headroom.not_ready_reason if self.headroom else ""
         return self._loss or out or (lack if self._connection.lacks_stream else "")
@@ -344,9 +347,9 @@ class Engine:
 
     @property
     def standing(self) -> EngineState:
-        """How usable the engine is: usable now, possibly recovering soon, or unusable.
+        """Whether the engine can take requests now, may be able to soon, or cannot take any.
 
-        An engine that fell silent only recently counts as recovering.
+        An engine that fell silent only recently may be able to soon.
         """
         match self.state:
             case "ready":
@@ -359,7 +362,9 @@ class Engine:
                 return EngineState.UNUSABLE
 
     def state_until(self, now: float) -> float:
-        """Return when the state will change if no report arrives, or infinity if it will not.
+        """Return the time at which the state will change if no report arrives before.
+
+        The result is infinity if the state will not change.
 
         Args:
             now: current time on the monotonic clock.
@@ -368,7 +373,7 @@ class Engine:
         return next((end for end in ends if end >= now), math.inf)
 
     def view(self, now: float) -> EngineView | None:
-        """Return the engine's view for `decide`, or None until the engine has described its model.
+        """Return a snapshot of the engine for `decide`, or None until it has described its model.
 
         Args:
             now: current time on the monotonic clock.
@@ -445,10 +450,11 @@ class Engine:
         return call
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Return how much is reserved without charge, for one caller and for all callers.
+        """Return how much is reserved for unpaid tickets of one caller, and of all callers.
 
-        No tenant is charged for these reservations. Each counts only until the engine's reports
-        include its request.
+        A caller of `Pick` gets tickets, for which memory is reserved on this engine. The two totals
+        are used to limit the tickets of callers that do not pay. Each reservation counts only until
+        the engine's reports include its request.
 
         Args:
             holder: the caller, as in `reserve`.
@@ -465,8 +471,8 @@ class Engine:
             tokens: number of prompt tokens.
             step_limit_s: longest decoding step, in seconds, that still lets the request meet its
                 deadline.
-            holder: the caller for whom the memory is reserved without charge. Empty if a tenant is
-                charged or if this router sends the request.
+            holder: the caller of `Pick` for whom the memory is reserved without charge. Empty if a
+                tenant is charged or if this router sends the request.
         """
         credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()
@@ -610,9 +616,10 @@ class Engine:
         self.adapters = frozenset(adapter.name for adapter in self.described_adapters)
 
     def numerics_of(self, adapter: str) -> str:
-        """Return the fingerprint of the engine's numerics for the base model or for an adapter.
+        """Return the engine's numerics fingerprint for the base model or for an adapter.
 
-        An adapter's fingerprint also identifies the exact version of the adapter.
+        Engines with the same fingerprint produce bit-identical results. An adapter's fingerprint
+        also identifies the exact version of the adapter.
 
         Args:
             adapter: name of the adapter, or empty for the base model.
@@ -649,8 +656,8 @@ class Engine:
 
 @functools.lru_cache(maxsize=64)
 def _shared(profile: MemoryProfile) -> MemoryProfile:
-    """Return one shared object for all equal profiles.
+    """Return the same object for all profiles that are equal.
 
-    Decisions compare profiles by identity.
+    Decisions can then compare the profiles of engines by identity.
     """
     return profile

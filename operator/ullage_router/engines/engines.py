@@ -1,4 +1,4 @@
-"""Tracks the engines of all pools and their models, and provides views of them for decisions."""
+"""Tracks the engines of all pools and their models, and provides snapshots for decisions."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Engines:
-    """Discovers, follows and indexes the engines behind all pools' DNS targets.
+    """Discovers the engines of all pools through DNS, follows their state, and indexes them.
 
     DNS provides only the engines' addresses. Each engine's state comes from its headroom reports.
     An engine is removed once it has left DNS, has fallen silent and has no more requests.
@@ -321,7 +321,10 @@ class Engines:
         return max(present or (e.expected_output for e in self._known()), default=0)
 
     def route(self, pool: str) -> str:
-        """Return the pool's route label (`route_of`), or its name if it has never had an engine."""
+        """Return the pool's label in headers, logs and metrics (`route_of`).
+
+        If the pool has never had an engine, the label is the pool's name.
+        """
         engine = self.last(pool)
         return engine.route if engine else pool
 
@@ -337,6 +340,8 @@ class Engines:
     def numerics(self, pool: str = "") -> dict[str, Fingerprint]:
         """Return the numerics fingerprints of the serving engines, by engine name.
 
+        Engines with the same fingerprint produce bit-identical results.
+
         Args:
             pool: the pool whose engines to include, or empty for all pools.
         """
@@ -347,14 +352,17 @@ class Engines:
         }
 
     def differences(self) -> Differences:
-        """Return the numerics settings that differ between serving engines, with the values."""
+        """Return the facts in which the numerics of serving engines differ.
+
+        For each fact, the engines' names are grouped by the value of the fact.
+        """
         return differences(self.numerics())
 
     # Views for decisions
 
     @property
     def roster(self) -> Roster:
-        """The index of engines by current state. It is rebuilt if it is out of date."""
+        """The index of engines by their current state, rebuilt first if it is out of date."""
         now = time.monotonic()
         if self._roster is None or now > self._roster.until:
             self._roster = Roster(sorted(self._engines.values(), key=self._place), now)
@@ -370,13 +378,16 @@ class Engines:
         self._max_model_len = None
 
     def is_ready_on(self, side: Side, adapter: str = "") -> bool:
-        """Return whether one side has a ready engine, optionally one with the given adapter."""
+        """Return whether the stable or canary side has a ready engine.
+
+        If an adapter is given, only engines that serve the adapter count.
+        """
         return self.roster.is_ready(side, adapter)
 
     def have_all(self, adapter: str) -> bool:
         """Return whether every usable engine has the adapter.
 
-        If no engine is usable, return whether any engine that may come back has the adapter. An
+        If no engine is usable, it suffices that one of the engines that may come back has it. An
         empty name means that no adapter is needed, so the result is True.
         """
         return not adapter or adapter in self.roster.common_adapters
@@ -444,10 +455,11 @@ class Engines:
     def sample(
         self, model: Model, side: Side, number: int, preferred: str, adapter: str = ""
     ) -> list[EngineView]:
-        """Return views of a few usable engines of the first pool and the pool for large requests.
+        """Return views of a few engines, among which most requests can be placed.
 
-        The sample contains randomly chosen engines and the preferred engine. If none of them belong
-        to the pool for large requests, one engine of that pool is added, marked as unusable.
+        The views show usable engines of the first pool and of the pool for large requests: some
+        randomly chosen ones, and the preferred one. If none of them belong to the pool for large
+        requests, one engine of that pool is added, marked as unusable.
 
         Args:
             number: a random number that determines the sample.
@@ -481,9 +493,9 @@ class Engines:
         return views
 
     def _unusable(self, pool: str, now: float) -> list[EngineView]:
-        """Return a list with a view of one engine of the pool, marked as unusable.
+        """Return a view of one of the pool's engines, marked as unusable, to represent the pool.
 
-        The view represents the pool. The list is empty if no engine of the pool has described its
+        The view is returned in a list, which is empty if no engine of the pool has described its
         model.
         """
         views = (e.view(now) for e in self.roster.engines if e.pool == pool)
@@ -491,7 +503,7 @@ class Engines:
         return [replace(first, standing=EngineState.UNUSABLE)] if first else []
 
     def nearest_two(self, side: Side, point: int) -> list[Engine]:
-        """Return the first pool's two usable engines that follow a point on the hash ring.
+        """Return the first pool's two usable engines to which consistent hashing maps a request.
 
         Args:
             point: the request's point on the hash ring.
@@ -503,7 +515,7 @@ class Engines:
         return [self._engines[name] for name in self.roster.nearest_two(key, point)]
 
     def held_back(self) -> frozenset[str]:
-        """Return the keys of engines that circuit breakers currently keep from getting requests."""
+        """Return the keys of engines to which circuit breakers allow no requests for now."""
         self._ejected = {engine for engine in self._ejected if not engine.breaker.is_closed}
         if not self._ejected:
             return NONE
@@ -526,7 +538,7 @@ class Engines:
         return self._lost[side] + sum(present)
 
     def workers_lost_before(self, side: Side) -> int:
-        """Return how many of the `workers_lost` exits were on engines now gone or draining."""
+        """Return how many exits in `workers_lost` were on engines that are gone or draining."""
         ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
         return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
@@ -605,7 +617,7 @@ class Engines:
         self._ejected.add(engine)
 
     def on_numerics_change(self) -> None:
-        """Log how the engines' numerics differ, once per change."""
+        """Log the facts in which the engines' numerics differ, unless they are as last logged."""
         differing = self.differences()
         values = {fact: frozenset(by_value) for fact, by_value in differing.items()}
         if values == self._logged_values:

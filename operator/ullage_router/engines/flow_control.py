@@ -3,7 +3,7 @@
 An engine may be at most `window` tokens ahead of the reader. Tokens in quick succession are
 coalesced: the engine waits briefly for more tokens before it sends them
 (`ullage_common.wire.flow_control`), and the reader gets all buffered tokens at once, up to
-`coalesce_tokens`. If an answer has a pace, its tokens reach the reader no faster than that rate.
+`coalesce_tokens`. If an answer is paced, its tokens reach the reader no faster than a given rate.
 
 A watchdog ends all streams of an engine that falls silent.
 """

@@ -1,4 +1,4 @@
-"""Caches models (tokenizer and chat template), shared by all engines that report the same one."""
+"""Caches models (tokenizer and chat template), so that engines with the same model share them."""
 
 import asyncio
 from collections.abc import Callable

@@ -51,10 +51,10 @@ class StreamLoss:
         self._counted: set[str] = set()
 
     def is_first(self, account: str) -> bool:
-        """Return whether this is the first time that the loss is counted for `account`.
+        """Return whether `account` has not counted the loss yet, and mark the loss as counted.
 
-        A lost stream fails many calls. Each of them asks, so that each account counts the loss only
-        once.
+        A lost stream fails many calls. Each of these calls asks before it counts the loss, so every
+        account counts it only once.
 
         Args:
             account: what the loss is counted for, such as `breaker` or `retries`.
@@ -187,7 +187,7 @@ class Multiplexer:
 
 
 class _Stream:
-    """An open stream, its running calls by tag, and its outgoing messages."""
+    """An open stream to an engine, with its running calls and the messages yet to be sent."""
 
     def __init__(self, stream: grpc.aio.StreamStreamCall[Message, Response]) -> None:
         self._stream = stream

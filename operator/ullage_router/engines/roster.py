@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class DrawGroup(Generic[T]):
-    """A group of usable engines, from which each decision samples a few."""
+    """Usable engines among which decisions choose, each by sampling only a few of them."""
 
     usable: list[T] = field(default_factory=list)
     idle: list[T] = field(default_factory=list)
@@ -146,7 +146,10 @@ class Roster:
         return self._states.get(engine) == _state_of(engine)
 
     def is_ready(self, side: Side, adapter: str = "") -> bool:
-        """Return whether one side has a usable engine, optionally one with the given adapter."""
+        """Return whether the stable or canary side has a usable engine.
+
+        If an adapter is given, only engines that serve the adapter count.
+        """
         return (side, adapter) in self._ready_adapters if adapter else side in self.ready_sides
 
     def on_load_change(self, engine: "Engine") -> None:
@@ -155,7 +158,7 @@ class Roster:
             group.set_idle(engine, engine.is_idle)
 
     def num_usable(self, side: Side, pool: str) -> int:
-        """Return the number of usable engines on one side of a pool."""
+        """Return the number of a pool's usable engines on one side, stable or canary."""
         groups = self._groups.items()
         return sum(len(group.usable) for key, group in groups if key[:2] == (side, pool))
 
@@ -169,7 +172,7 @@ class Roster:
         return group.draw(number) if group else []
 
     def nearest_two(self, key: GroupKey, point: int) -> tuple[str, ...]:
-        """Return the keys of a group's two usable engines that follow a point on the hash ring."""
+        """Return the keys of the group's two engines to which consistent hashing maps a point."""
         group = self._groups.get(key)
         if group is None:
             return ()

@@ -148,7 +148,8 @@ class _SmallPages:
     def _describe(self, name: str, tenant: TenantSession) -> dict[str, object]:
         """Describe the served model or one of its adapters.
 
-        If the tenant may not use the served model, an adapter is described as a separate model.
+        An adapter's description names the served model as its parent. If the tenant may not use the
+        served model, the adapter is instead described as a model of its own.
         """
         model = self._service.engines.model
         served = self._service.config.model

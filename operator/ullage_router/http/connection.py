@@ -211,11 +211,12 @@ class Flow(FlowControl):
 
 
 class HTTPConnection(HttpToolsProtocol):
-    """uvicorn's protocol with size and time limits, in-order error replies and cancellation.
+    """A client's HTTP/1.1 connection, which adds limits on size and time to uvicorn's protocol.
 
-    A cycle, which answers one request, writes through the connection instead of the socket. The
-    connection therefore knows how many bytes the client has read, and can close without losing a
-    reply.
+    Error replies are sent in the order of the requests, and the running request is cancelled if the
+    client disconnects. Each request is answered by a `Cycle`, which writes through the connection
+    instead of the socket. The connection therefore knows how many bytes the client has read, and
+    can close without losing a reply.
     """
 
     flow: Flow

@@ -186,10 +186,10 @@ class LongBodies:
             slow.lose()
 
     def _in_the_way(self) -> Iterator[BodyTurn]:
-        """Yield the turns that prevent waiting bodies from getting a turn.
+        """Yield the turns that would have to end so that a waiting body can get its turn.
 
-        These are the turns of tenants that also have waiting bodies. If a waiting body does not fit
-        in the total limit, all turns are yielded.
+        If a waiting body does not fit in the total limit, these are all turns. Otherwise, they are
+        the turns of tenants that also have waiting bodies.
         """
         waiting = {tenant: queue[0][0].size for tenant, queue in self._waiting.items()}
         is_full = any(self._taken.total() + size > self._limit for size in waiting.values())

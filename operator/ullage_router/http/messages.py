@@ -1,4 +1,4 @@
-"""A request and its reply over ASGI, with limits on the body."""
+"""Reads a request and sends its reply over ASGI, with limits on the request's body."""
 
 import asyncio
 import io
@@ -209,7 +209,7 @@ class Request:
         return buffer.getvalue()
 
     async def _read_long(self, buffer: io.BytesIO, has_more: bool) -> None:
-        """Read the rest of a long body when its turn comes, then wait for its turn to be parsed."""
+        """Read the rest of a long body when its turn comes, then wait for the turn to parse it."""
         bodies = self._room.long_bodies
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:

@@ -318,9 +318,9 @@ class Schemas:
         return schema
 
     def _complete(self, name: str) -> None:
-        """Replace the schemas of fields whose Python types do not describe the allowed JSON.
+        """Set the schemas of fields whose Python types do not show which JSON is allowed.
 
-        These are the fields that are decoded later and the unsupported fields.
+        These are the fields whose JSON is decoded later, and the unsupported fields.
         """
         for (struct, unread), kind in RAW_FIELDS.items():
             if struct.__name__ == name:

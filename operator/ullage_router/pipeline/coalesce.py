@@ -64,7 +64,7 @@ def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
 
 
 class Coalescer:
-    """Tracks the generations in this router that requests may join.
+    """Lets identical requests share a generation, and tracks the generations they may join.
 
     joined
         number of requests that joined another request's generation
@@ -222,7 +222,10 @@ class SharedGeneration:
         return self._log[index] if index < len(self._log) else None
 
     def on_read(self) -> None:
-        """Let a paused generation continue, and drop events that every reader has read."""
+        """Note that a reader has advanced, so that a paused generation may continue.
+
+        Events that every reader has read are dropped once no more requests may join.
+        """
         self._may_go_on.set()
         if self._age_s > self._longest_s and not self._keeps_all:
             while self._dropped < min(reader.place for reader in self._readers):

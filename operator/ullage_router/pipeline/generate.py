@@ -405,10 +405,10 @@ class _OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._deadline.token_timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Return the answer's last event after a read error, or raise an error if there is none.
+        """Return the event that ends the answer after a read error, or raise an error.
 
-        There is such an event, a timeout, if the answer ran out of time on an engine that still
-        responds. The client then keeps the tokens that were generated.
+        If the answer ran out of time on an engine that still responds, it ends with a timeout
+        event, so that the client keeps the tokens that were generated.
 
         Raises:
             ServiceError: the engine failed or is silent.
@@ -474,7 +474,7 @@ def _engine_request(
 def _complete_acceptance(
     from_engine: inference_pb2.Accepted, call: Call, reservation: Reservation
 ) -> inference_pb2.Accepted:
-    """Return the engine's acceptance message, with the router's decision filled in."""
+    """Return the engine's Accepted message, with the router's decision filled in."""
     decision = call.decisions.latest
     prompt = reservation.prompt
     max_tokens = reservation.max_tokens

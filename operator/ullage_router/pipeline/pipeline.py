@@ -1,8 +1,8 @@
 """The stages of a request, from the first checks to the first token of its answer.
 
 `RequestStages` calls the stages in order. The order matters for two reasons. A request is charged
-only once the router knows where it may run. It may share a generation only after its quota and
-prompt have been checked. The stages of disabled features are skipped.
+only after the router has determined where it may run. It may share a generation only after its
+quota and prompt have been checked. The stages of disabled features are skipped.
 """
 
 import asyncio

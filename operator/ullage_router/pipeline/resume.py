@@ -55,9 +55,10 @@ Its arguments are the cause of the loss, and whether the answer was `resumed` or
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resumer:
-    """What all takeovers share: components of the router, and the engines that run suspects.
+    """The components and the state that all attempts to resume answers share.
 
-    A suspect is a request that may have crashed engines.
+    The state is the set of engines that are running a suspect, which is a request that may have
+    crashed engines.
     """
 
     admission: Admission
@@ -73,10 +74,10 @@ class Resumer:
 
     @contextlib.contextmanager
     def alone(self, reservation: Reservation) -> Iterator[None]:
-        """Mark the reserved engine as running a suspect, for the duration of the `with` block.
+        """Keep other suspects off the reserved engine while the `with` block runs.
 
-        A suspect is a request that may have crashed engines. No other suspect may run on the engine
-        meanwhile.
+        A suspect is a request that may have crashed engines. If an engine runs only one of them, a
+        crash can be attributed to it.
 
         Raises:
             _SuspectThere: the engine is already running a suspect. The reservation was released.

@@ -13,7 +13,8 @@ matter which process receives its next turn.
 
 A tenant's entries are invisible to other tenants. When a table is full, an entry is evicted from a
 tenant that uses more than an equal share of the table. A tenant within its share keeps its entries,
-no matter how many requests other tenants send, or announce with `Pick` and never send.
+no matter how many requests other tenants send, or how many they announce with `Pick` without
+sending them.
 """
 
 import functools

@@ -54,7 +54,7 @@ def balance(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list
     Tasks stay on their current engines unless moving them reduces the work of the busiest engine.
 
     Args:
-        engines: all engines that hold a task, and optionally more engines. Additional engines to
+        engines: all engines that hold a task, and any others to which tasks may move. Others to
             which no task may move, such as a canary's engines, are ignored.
     """
     possible = {key for task in tasks for key in (task.engine, *task.sizes)}
@@ -71,7 +71,7 @@ def balance(tasks: Sequence[PrefillTask], engines: Sequence[EngineLoad]) -> list
 def critical_path(
     tasks: Sequence[PrefillTask], placement: Sequence[str], engines: Sequence[EngineLoad]
 ) -> int:
-    """Return the critical path: the total prefill work of the busiest engine.
+    """Return the total prefill work of the busiest engine, which is the critical path.
 
     Args:
         placement: key of the engine to which each task is assigned, in the order of `tasks`.

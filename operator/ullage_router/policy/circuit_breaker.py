@@ -89,7 +89,10 @@ class CircuitBreaker:
 
     @property
     def until(self) -> float:
-        """End time of the latest pause, or minus infinity while the breaker is closed."""
+        """Time at which the latest pause ends, or minus infinity while the breaker is closed.
+
+        During a pause, the breaker is open and admits no requests.
+        """
         return float("-inf") if self._until is None else self._until
 
     def on_sent(self, request: object, now: float) -> None:

@@ -27,7 +27,7 @@ number of requests in flight.
 
 @dataclass(slots=True, eq=False)
 class Credit:
-    """The reservation of one request in flight."""
+    """What is reserved on an engine for one in-flight request: memory and prefill work."""
 
     size: int
     """Number of reserved bytes."""
@@ -46,7 +46,7 @@ class Credit:
 
 @dataclass(slots=True)
 class PromptSums:
-    """Total numbers of tokens and query-key pairs in prompts that are not prefilled yet."""
+    """Totals over prompts that are not prefilled yet: their tokens and query-key pairs."""
 
     tokens: int = 0
     pairs: int = 0
@@ -61,7 +61,7 @@ class PromptSums:
 
 
 class Held(NamedTuple):
-    """Totals of an engine's reservations that `Pick` made without charging a tenant.
+    """How much of an engine is reserved for tickets from `Pick` that no tenant was charged for.
 
     Only reservations that the engine's last report might not include are counted.
     """
@@ -85,10 +85,11 @@ NOTHING_HELD = Held()
 
 
 class CreditBook:
-    """Tracks the memory reservations of one engine's in-flight requests.
+    """Tracks the memory that is reserved on one engine for its in-flight requests.
 
-    A reservation is open until a report is certain to include its request. From then on, until the
-    request ends, it is marked as counted and its bytes are no longer reserved here.
+    A reservation is open until a report is certain to include its request. The reported headroom
+    then accounts for the request, so its bytes are no longer reserved here. The reservation is only
+    kept, marked as counted, until the request ends.
     """
 
     def __init__(self) -> None:
@@ -158,14 +159,14 @@ class CreditBook:
 
     @property
     def step_limit_s(self) -> float:
-        """Longest engine step, in seconds, at which all in-flight requests meet their deadlines."""
+        """Longest engine step, in seconds, with which no in-flight request misses its deadline."""
         limits = self._step_limits
         while limits and not self._is_in_flight(limits[0][2]):
             heapq.heappop(limits)
         return limits[0][0] if limits else math.inf
 
     def held(self, holder: str) -> Held:
-        """Return the totals of one `Pick` caller's reservations for which no tenant was charged."""
+        """Return what is reserved for one caller of `Pick` without charging a tenant."""
         return self._held.get(holder, NOTHING_HELD)
 
     def reserve(
@@ -206,7 +207,7 @@ class CreditBook:
             (self._unsure if credit in self._open else self._sure).remove(credit.tokens)
 
     def on_report(self) -> None:
-        """Record a report, and mark as counted all requests that it is certain to include."""
+        """Record a report, and stop reserving memory for requests that it certainly includes."""
         self._reports += 1
         while self._accepted and self._reports >= (self._accepted[0].counted_from or 0):
             credit = self._accepted.popleft()

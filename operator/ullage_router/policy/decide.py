@@ -192,8 +192,8 @@ class _LadderRun:
     def runs_before_waiting(self) -> bool:
         """Return whether the request can run now, at home or in another pool, instead of waiting.
 
-        Another pool counts only if the policy lists `route`. It must be listed before `queue`,
-        unless the home pool has no usable engine.
+        Another pool counts only if the policy's fallbacks include `route`. As long as the home pool
+        has a usable engine, `route` must also come before `queue`.
         """
         if self.at_home():
             return True
@@ -220,8 +220,8 @@ class _LadderRun:
     def _shrink_context(self) -> ShrinkContext | None:
         """Decide to shorten the prompt to fit the home engine with the most free memory.
 
-        Return None if no turn may be dropped, no engine is free, or too little of the prompt would
-        be left.
+        Return None if no turn may be dropped, no home engine may take the request now, or too
+        little of the prompt would be left.
         """
         free = self._free(self.home)
         if not (self.facts.droppable and free):
@@ -233,9 +233,10 @@ class _LadderRun:
         return ShrinkContext("KV_HEADROOM", target, fewest) if target >= fewest else None
 
     def _shrunk(self, pool: str) -> Run | None:
-        """Decide to run on the engine with the most free memory, shrinking the output to fit.
+        """Decide to shorten the output to fit on the pool's engine with the most free memory.
 
-        Return None if no engine is free or that output would be too short.
+        Return None if no engine of the pool may take the request now, or if the output would be too
+        short.
         """
         free = self._free(pool)
         if not free:
@@ -323,9 +324,10 @@ class _LadderRun:
     # Running on an engine
 
     def _full(self, pool: str, reason: str) -> Run | None:
-        """Decide to run with the full output in the pool, or return None if no engine has room.
+        """Decide to run the request in the pool without shortening its output.
 
-        In the home pool, the request may also start ahead of waiting requests by backfill.
+        Return None if no engine has room. In the home pool, the request may also start ahead of
+        waiting requests by backfill.
         """
         fits = [e for e in self._free(pool) if self._demand(e).kv_bytes <= e.available]
         if not fits and pool == self.home:
@@ -338,11 +340,12 @@ class _LadderRun:
         return self._run(engine, max_tokens, reason, self._choices(engine, max_tokens))
 
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
-        """Return the engines to which the request may still be moved, with its KV bytes on each.
+        """Return the engines to which the request may still be moved, with the KV bytes for each.
 
-        The prefill window may move prompts to balance the engines. The result is empty if the
-        prompt will be computed soon or is cached, because moving it would gain nothing. It is also
-        empty if other requests are waiting for the chosen engine.
+        After this decision, the prefill window may move the request to one of these engines to
+        balance their work. The result is empty if the prompt will be computed soon or is cached,
+        because moving it would gain nothing. It is also empty if other requests are waiting for the
+        chosen engine.
         """
         is_soon = not 0 < self.policy.prefill.window <= engine.backlog_s
         if is_soon or engine.id == self.facts.preferred or engine.id in self.facts.claimed:
@@ -387,7 +390,11 @@ class _LadderRun:
         return [e for e in self.engines if e.pool == pool and e.standing is usable]
 
     def _free(self, pool: str) -> list[EngineView]:
-        """Return engines that may run this request now and that no earlier request waits for."""
+        """Return the pool's engines that may take the request now if they have enough memory.
+
+        No earlier request waits for these engines, and the request would be on time on each of
+        them.
+        """
         if pool in self.facts.ahead:
             return []
         taken = self.facts.refused_by.union(self.facts.claimed)
@@ -444,7 +451,10 @@ class _LadderRun:
         return is_on_time(engine, facts.prompt_tokens, self._expected_output(engine), facts.limits)
 
     def _shortage_reason(self) -> str:
-        """Return DEADLINE if no usable home engine is fast enough now, otherwise KV_HEADROOM."""
+        """Return the reason code for why the request cannot run at home now.
+
+        This is DEADLINE if no usable engine there is fast enough now, or else KV_HEADROOM.
+        """
         is_late = not any(self._is_in_time(e) for e in self._usable(self.home))
         return "DEADLINE" if is_late else "KV_HEADROOM"
 
@@ -454,12 +464,13 @@ class _LadderRun:
         """Return the seconds until the request could run at home within its time limits.
 
         Args:
-            comes_back: whether the client is refused and retries at that time, instead of waiting
-                in the queue.
-            is_first: whether to ignore the requests that are waiting ahead of this one.
+            comes_back: whether the client is refused now and retries at that time, so that its time
+                limits start anew, instead of waiting in the queue.
+            is_first: whether to ignore the requests that are queued ahead of this one.
 
         Returns:
-            Infinity if no predicted release is soon enough. None if no release is predicted.
+            Infinity if every predicted release of memory is too late. None if no release is
+            predicted.
         """
         facts = self.facts
         limits = replace(facts.limits, waited_s=0.0) if comes_back else facts.limits

@@ -119,7 +119,10 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def explanation(self) -> dict[str, str]:
-        """The action, route and trail, as metadata of an error (empty if there is no decision)."""
+        """The action, the route and the trail of steps, to attach to an error as metadata.
+
+        The result is empty if there is no decision yet.
+        """
         if not self.action:
             return {}
         return {"action": self.action, "route": self.route, "trail": ", ".join(self.trail)}

@@ -65,7 +65,7 @@ class DeferralBook:
             self._weights.clear()
 
     def ahead(self, pool: str, tenant: str, weight: float, priority: int) -> int:
-        """Return how many KV bytes the refused requests ahead of a tenant's next request need.
+        """Return the KV bytes needed by refused requests that come before a tenant's next request.
 
         Higher priorities come first. Within a priority, tenants take turns by their weights, as in
         the queue. Another tenant's refused bytes therefore count only up to a limit: this tenant's
@@ -83,7 +83,7 @@ class DeferralBook:
         return ahead
 
     def returns(self, pool: str, now: float) -> Mapping[int, int]:
-        """Return how many KV bytes a pool's refused requests will need when they are retried.
+        """Return the KV bytes that a pool's refused requests will need, by time of retry.
 
         The keys are whole seconds from now until the retries. The values are bytes.
         """
@@ -108,11 +108,11 @@ class Deferrals(NamedTuple):
     priority: int = 0
 
     def ahead(self, pool: str) -> int:
-        """Return how many KV bytes the refused requests ahead of this one need."""
+        """Return the KV bytes needed by the refused requests that come before this one."""
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:
-        """Return how many KV bytes a pool's refused requests will need when they are retried.
+        """Return the KV bytes that a pool's refused requests will need, by time of retry.
 
         The keys are whole seconds from now until the retries. The values are bytes.
         """

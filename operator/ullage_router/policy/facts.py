@@ -102,11 +102,11 @@ class EngineView(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "kind", kind)
 
     def longest(self, prompt_tokens: int, samples: int, *, has_session: bool = False) -> int:
-        """Return the length of the longest sequence that the engine can ever hold, in tokens.
+        """Return the longest sequence, in tokens, that the engine can hold when it is empty.
 
         Args:
             prompt_tokens: number of tokens in the prompt, which all samples share.
-            samples: number of sequences, all of that length.
+            samples: number of sequences of this length that must fit together.
         """
         capacity = self.most_bytes(has_session=has_session)
         held = most_tokens(self.profile, capacity, prompt_tokens, samples)
@@ -168,11 +168,11 @@ class TimeLimits(msgspec.Struct, frozen=True):
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
-    """A request, and the requests that are queued ahead of it.
+    """What `decide` knows about a request, and about the requests that are queued ahead of it.
 
-    The queue is described in two ways. `ahead`, `passable` and `waiting` cover all queued requests,
-    by pool. `claimed` covers, by engine, only requests that few engines can run, such as requests
-    for a rare adapter.
+    The queue is described in two ways. `ahead`, `passable` and `waiting` summarise all queued
+    requests, by pool. `claimed` summarises, by engine, only the requests that few engines can run,
+    such as requests for a rare adapter.
     """
 
     # The request

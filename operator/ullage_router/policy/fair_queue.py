@@ -47,7 +47,10 @@ class FairEntry:
 
     @property
     def due(self) -> float:
-        """Sort key among a tenant's own requests: the deadline in seconds, capped by MAX_LEAD_S."""
+        """The request's deadline in seconds, but at most MAX_LEAD_S after its arrival.
+
+        This orders a tenant's own requests.
+        """
         return min(self.deadline, self.arrival + MAX_LEAD_S)
 
 
@@ -136,8 +139,8 @@ class _Level:
     def _rest(self, tenant: str, flow: _Flow) -> None:
         """Forget a tenant that has no more requests, unless it got more than its share.
 
-        In that case, its tag is kept until the virtual time has reached the tag. Otherwise, the
-        tenant could rejoin with a smaller tag.
+        The tag of a tenant that got more is kept until the virtual time has reached the tag.
+        Otherwise, the tenant could rejoin with a smaller tag and be served too early.
         """
         if flow.tag > self._now:
             self._idle.add((flow.tag, tenant))

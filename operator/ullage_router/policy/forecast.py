@@ -89,7 +89,7 @@ def end_s(engine: EngineView, prompt: int, output: int) -> float:
 
 
 def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Return the longest engine step, in seconds, that keeps a request sent now on time."""
+    """Return how long an engine step may take, in seconds, for a request sent now to be on time."""
     if limits.e2e_s == math.inf:
         return math.inf
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
@@ -122,11 +122,11 @@ def turn_s(
         needed: bytes that the request needs.
         ahead: total bytes and number of the requests that are queued for these engines ahead of
             this one.
-        comes_back: whether the client is refused and retries at that time, instead of waiting in
-            the queue.
+        comes_back: whether the client is refused now and retries at that time, so that its time
+            limits start anew, instead of waiting in the queue.
 
     Returns:
-        Infinity if no predicted release is soon enough. None if no release is predicted.
+        Infinity if every predicted release of memory is too late. None if no release is predicted.
     """
     size, number = (-(-part // len(engines)) for part in ahead)
     probed = sorted(engines, key=lambda e: e.load)[:PROBED_ENGINES]
@@ -145,13 +145,13 @@ def turn_s(
 
 
 def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:
-    """Yield future times at which the engine could take the request, with its load at each time.
+    """Yield future times at which the engine could take the request, with the load at each time.
 
     At these times, the engine has enough memory and a free place in its batch. Each item is a pair
     of the seconds from now and the load including this request. Releases are probed at increasing
     intervals, so that a long list is cheap to search. The last probe is at the time of the last
-    known release. If more releases are needed than are known, it is later, on the assumption that
-    requests keep ending at the same rate.
+    known release. If more releases are needed than are known, the last probe is later, on the
+    assumption that requests keep ending at the same rate.
     """
     releases = engine.releases
     available = engine.available
@@ -182,7 +182,10 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
 
 
 def _has_place(engine: EngineView, load: int) -> bool:
-    """Return whether this load fits in a batch, with steps short enough for all requests."""
+    """Return whether the engine has room in its batch for this load, at an acceptable step time.
+
+    The step time is acceptable if it makes no running request late.
+    """
     is_full = bool(engine.max_sequences) and load > engine.max_sequences
     return not is_full and engine.step_s(load) <= engine.step_limit_s
 
@@ -219,7 +222,10 @@ def _slack_s(
 
 
 def _allowed_s(objective_s: float, lone_s: float) -> float:
-    """Return the longest acceptable predicted time for an objective, in seconds.
+    """Return how long a request may be predicted to take under an objective, in seconds.
+
+    This is the fraction SHARE of the objective. If the request would exceed it even on an idle
+    engine, the result is STRETCH times as long as on an idle engine.
 
     Args:
         lone_s: seconds that the request takes on an idle engine.

@@ -112,7 +112,8 @@ class Quota(msgspec.Struct, frozen=True):
     def enter_paid(self, count: int = 1) -> "Quota | Shortage":
         """Admit requests like `enter`, but without counting them against the rate limit.
 
-        This is for requests that an earlier ticket may already have paid for.
+        This is for requests that continue an interrupted answer, for which a ticket from `Pick` may
+        already have paid.
         """
         if self.concurrency is not None and self.active + count > self.concurrency:
             return Shortage("concurrency", self.concurrency, None)

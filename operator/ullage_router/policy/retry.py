@@ -1,11 +1,12 @@
 """Decides when a client should retry, and how many retries the router itself may make.
 
-Retry-After is the time until memory is predicted to be free. Engines report when running requests
-will release memory. Released memory goes to queued requests first, on any engine of the pool. Then
-one engine must have enough memory for the request itself. After the last known release, memory is
-assumed to be released at the same rate. Requests that were refused earlier and will be retried also
-come first (`deferral.py`), which spreads a burst of refusals over time. Jitter separates clients
-that would retry in the same second, here or at another router with the same forecast.
+Retry-After is the time until memory is predicted to be free. The prediction is based on the
+engines' reports of when running requests will release memory. Released memory goes to queued
+requests first, on any engine of the pool. After that, one engine must have enough memory for the
+request itself. Beyond the last known release, memory is assumed to be released at the same rate.
+Requests that were refused earlier and will be retried also come first (`deferral.py`), which
+spreads a burst of refusals over time. Jitter separates clients that would retry in the same second,
+here or at another router with the same forecast.
 
 The router's own retries are capped by a token bucket, so that failures cannot multiply the load.
 Every request adds a fraction of a token, `share`, and every second adds `per_second` tokens, up to
@@ -93,10 +94,12 @@ def _release_rate(engine: EngineView) -> float:
 def retry_after(
     seconds: float | None, returns: Mapping[int, int], draw: int, bounds: RejectSection
 ) -> int:
-    """Choose Retry-After: soon after the forecast, in the second with the fewest other retries.
+    """Choose when a refused client should retry: soon after the request is predicted to fit.
+
+    Among the possible seconds, the one in which other retries need the fewest bytes is chosen.
 
     Args:
-        seconds: the forecast, or None if nothing is known.
+        seconds: predicted seconds until the request fits, or None if nothing is known.
         returns: bytes that other requests will need on their retries, by whole seconds from now.
         draw: a random number that breaks ties.
 

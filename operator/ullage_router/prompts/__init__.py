@@ -1,5 +1,5 @@
 """Builds prompts: cleansing, chat templates, truncation, summaries and tools.
 
-The package needs only texts, the tokenizer and the engines' maximum context length. It does not
-depend on queues.
+The package uses only texts, the tokenizer and the engines' maximum context length. It does not
+depend on how requests are queued.
 """

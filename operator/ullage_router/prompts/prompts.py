@@ -66,7 +66,10 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def memory_bytes(self) -> int:
-        """Estimated maximum memory of the tokens, turns and request in this process, in bytes."""
+        """Estimate of the most memory that the request takes up in this process, in bytes.
+
+        This covers the prompt's tokens, the conversation's turns and the request itself.
+        """
         return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
@@ -119,7 +122,7 @@ class PromptBuilder:
         tenant: str,
         path: Sequence[str] = (),
     ) -> Prompt:
-        """Build the prompt from any kind of input.
+        """Build the prompt from the request's token ids, text or messages.
 
         Args:
             tenant: tenant of the request.
@@ -222,7 +225,7 @@ class PromptBuilder:
         """Convert the messages to turns, and refuse them if they are far too large.
 
         Returns:
-            The turns, the conversation's use of tools, and the total number of characters.
+            The turns, how the conversation uses tools, and the total number of characters.
         """
         messages = request.messages
         self._check_whole(_num_characters(messages))

@@ -26,7 +26,7 @@ BOUNDS_S = tuple(round(0.01 * 2 ** (n / 2), 4) for n in range(28))
 
 @dataclass(slots=True)
 class DurationHistogram:
-    """Number of durations in each bucket. The last bucket has no upper bound."""
+    """How many durations fell into each bucket. The last bucket has no upper bound."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
 
@@ -73,7 +73,7 @@ class Observation:
         self._tally.e2e.add(time.monotonic() - self._sent)
 
     def on_failure(self, error: ServiceError) -> None:
-        """Count the request as failed if the error is attributed to the revision."""
+        """Count the request as failed, unless the error cannot be blamed on the revision."""
         self._tally.failed += is_failure(error)
 
     def on_timeout(self) -> None:

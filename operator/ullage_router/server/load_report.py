@@ -1,8 +1,9 @@
-"""The load report by which the operator scales pools: memory, queues and late first tokens.
+"""Reports each pool's load, by which the operator scales the pools.
 
-Each router reports what it has observed itself, and the operator adds up the reports of all
-routers. A report also contains values that are the same for all routers, because the engines report
-them. For these, the operator uses the report of the router that sees the most engines.
+The load consists of memory use, queues and first tokens that arrived late. Each router reports what
+it has observed itself, and the operator adds up the reports of all routers. A report also contains
+values that are the same for all routers, because the engines report them. For these, the operator
+uses the report of the router that sees the most engines.
 """
 
 import time

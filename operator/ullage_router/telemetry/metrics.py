@@ -47,7 +47,7 @@ class Metrics:
         self._sides = names.REVISION_REQUESTS.counts(registry)
 
     def watch_wanted_requests(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export how many requests want each of these pools, which may be scaled to zero.
+        """Export the demand for each pool that may be scaled to zero, as a number of requests.
 
         Args:
             pools: names of the pools.
@@ -58,7 +58,7 @@ class Metrics:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
     def watch_fingerprints(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export how many different fingerprints the engines of each pool have.
+        """Export how many different numerics fingerprints the engines of each pool have.
 
         Engines with different fingerprints may produce different results. `read` returns the number
         for a pool, and is called at each scrape.

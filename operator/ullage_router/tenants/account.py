@@ -29,10 +29,13 @@ class Account:
     """Number of requests refused by each limit."""
 
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
-        """Replace the quota with the result of `step`, unless `step` reports a shortage.
+        """Apply a change to the quota, unless too little quota is left for it.
+
+        Args:
+            step: returns the changed quota, or the shortage that prevents the change.
 
         Returns:
-            The shortage if too little quota is left, or None if the quota was replaced.
+            The shortage if too little quota is left, or None if the quota was changed.
         """
         result = step(self.quota)
         if isinstance(result, Shortage):

@@ -14,7 +14,7 @@ from ullage_router.tenants.account import Account
 
 
 class Billing(Protocol):
-    """Protocol for charging the identical requests of one session to the tenant's quota.
+    """Interface for charging the requests of one session, which are identical, to a tenant's quota.
 
     `AdvanceBilling` charges requests when they start, and `DeferredBilling` when they end.
     """
@@ -53,7 +53,7 @@ class Billing(Protocol):
             count: number of requests that end.
 
         Returns:
-            Whether the tenant pays for these requests, or False if an earlier ticket paid for them.
+            Whether the tenant pays for these requests. False if an earlier ticket paid for them.
         """
 
 
@@ -111,11 +111,11 @@ class AdvanceBilling:
 class DeferredBilling:
     """Billing for a request that continues an answer for which a ticket may have paid.
 
-    A client sends such a request when it loses the ticket's engine in the middle of an answer. The
-    request is charged only when it ends. If the ticket's engine was lost, the request is free,
-    because the earlier ticket has paid for it. Whether the engine was really lost is known only
-    when the request ends. Until then, the request counts only against the limit on concurrent
-    requests.
+    With a ticket, a client sends a request directly to an engine. If it loses that engine in the
+    middle of the answer, it sends another request to continue, which is billed by this class. If
+    the engine was really lost, this request is free, because the earlier ticket has paid for it.
+    Whether that is so is known only when the request ends, so it is charged only then. Until then,
+    it counts only against the limit on concurrent requests.
 
     Args:
         was_paid: returns whether the first ticket paid. It is called when the request ends.

@@ -1,4 +1,7 @@
-"""A tenant's session, which checks permissions and charges identical requests to the quota."""
+"""A tenant's session, which checks permissions for requests and charges them to the quota.
+
+One session may cover several identical requests.
+"""
 
 import hashlib
 import math
@@ -38,7 +41,7 @@ class TenantSession:
         return TenantSession(self._account, self._metrics)
 
     def prepay(self, was_paid: Callable[[], bool]) -> None:
-        """Charge the requests only when they end, and only if no earlier ticket paid for them.
+        """Switch to charging the requests when they end, unless an earlier ticket paid for them.
 
         By default, requests are charged in advance.
 

@@ -1,8 +1,8 @@
 """Places a batch of requests from one `Pick` RPC, based on one snapshot of the engines.
 
 Batches follow the same rules as other requests. If a request fits unmodified in the pool where it
-normally runs, the decision considers only a few sampled engines. Otherwise, it considers all
-engines. Later decisions in the batch account for the requests that have already been placed.
+normally runs, only a few sampled engines are considered for it. Otherwise, all engines are
+considered. Later decisions in the batch account for the requests that have already been placed.
 Identical requests may be placed together, but only if placing them one by one could have had the
 same result.
 """
@@ -46,7 +46,10 @@ Its arguments are the engine's view, the bytes per request and the prompt tokens
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request to place. The client has counted its prompt tokens."""
+    """A request to be placed on an engine, described by its size instead of its prompt.
+
+    The client has already counted the prompt's tokens.
+    """
 
     prompt_tokens: int
     max_tokens: int
@@ -63,15 +66,15 @@ class Ask:
 
 
 class PickBatch:
-    """Places requests one after another, each with the resources that earlier requests left free.
+    """Places a batch of requests one by one, using the resources that earlier ones left free.
 
     Args:
         views: Current views of the engines.
         policy: The routing policy, with the admission ladder.
-        ahead: Bytes that queued requests are waiting for, by pool.
+        ahead: Bytes of memory that the router's queued requests are waiting for, by pool.
         max_output_tokens: The service's limit on output tokens.
-        limits: Time limits for each request. If an answer arrives all at once, the limit for the
-            whole answer also applies to its first token.
+        limits: Time limits for each request. An answer that arrives all at once has its first token
+            at the end, so the limit for the whole answer also applies to the first token.
     """
 
     def __init__(
@@ -101,10 +104,10 @@ class PickBatch:
                 group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
-        """Return how many identical requests a single decision may place on an engine.
+        """Return how many of `count` identical requests one decision may place on an engine.
 
-        The `count` requests are placed in several groups of at most this size, so that they are
-        spread across the engines.
+        The caller places the requests in groups of at most this size, so that they are spread
+        across the engines.
         """
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
@@ -182,7 +185,12 @@ class PickBatch:
                 return _left_to_generate(decision.reason, "waiting for memory")
 
     def _sample(self, facts: RequestFacts) -> list[EngineView]:
-        """Return a random sample of engines for `decide_among`, plus the preferred engine."""
+        """Return the few engines among which `decide_among` chooses for this request.
+
+        These are usable engines drawn at random from each pool, and the preferred engine, which
+        probably has the request's prefix cached. If no engine of the large pool is usable, one of
+        them is included anyway to show that the pool exists.
+        """
         sample = []
         for pool, group in self._groups.items():
             drawn = group.draw(facts.draw)

@@ -1,10 +1,10 @@
 """Tracks open tickets, and the engine memory and tenant quota that they reserve.
 
 A ticket allows one or more uses, each of which sends one request. A use is *unused* until the
-client reports that the engine accepted its request, and *used* from then on. When a client reports
-the end of a request, its reservation is freed early. Otherwise, the reservations of all uses are
-freed once engines no longer accept the ticket. There is one exception: if the tenant's concurrency
-is limited, the reservation of an accepted request is kept until that request must have ended.
+client reports that the engine accepted its request, and *used* from then on. Its reservation is
+freed as soon as the client reports the end of the request. Without such a report, it is freed when
+engines no longer accept the ticket. However, if the tenant's concurrency is limited, the
+reservation of an accepted request is kept until the request must have ended.
 
 A tenant pays for every use, even without a report, because an engine could still accept an unused
 ticket.
@@ -58,8 +58,8 @@ class OpenTickets:
     """Keeps all tickets with uses that have neither ended nor expired.
 
     Args:
-        ticket_s: Seconds after which engines no longer accept a ticket, and their reports include
-            all requests that used it.
+        ticket_s: Seconds until a ticket expires. By then, engines no longer accept the ticket, and
+            their reports include all requests that used it.
         request_s: Maximum duration of a request, in seconds.
         clock: Returns monotonic time in seconds.
     """
@@ -79,7 +79,7 @@ class OpenTickets:
         """Number of ticket uses by outcome: placed, ended or expired."""
 
     def open_of(self, holder: str) -> int:
-        """Return how many open ticket uses a non-paying caller has."""
+        """Return how many ticket uses are open for a caller that does not pay for tickets."""
         return self._open_by_holder[holder]
 
     def add(
@@ -97,7 +97,7 @@ class OpenTickets:
             engine: the engine on which the uses are placed.
             credits: the reserved memory of each use.
             charge: the price of each use, or None if there are no tenants.
-            holder: name of the non-paying caller (empty if the caller pays).
+            holder: name of the caller if it does not pay for its tickets, otherwise empty.
         """
         until = self._clock() + self._ticket_s
         self._fresh[number] = _OpenTicket(engine, credits, charge, until, holder)

@@ -62,7 +62,7 @@ class _Call:
     """Index of each address in the response's list of engine addresses."""
 
     def place(self, number: int, address: str, ticket: str, run: Run, count: int) -> None:
-        """Add the placement of `count` identical requests to the response."""
+        """Add to the response that `count` identical requests have been placed on an engine."""
         self.response.placed.add(
             id=number,
             engine=self.addresses.setdefault(address, len(self.addresses)),
@@ -73,7 +73,7 @@ class _Call:
         )
 
     def refuse(self, error: ServiceError, count: int) -> None:
-        """Add the refusal of `count` identical requests to the response."""
+        """Add to the response that `count` identical requests have been refused, and why."""
         refusal = pb.Refusal(
             code=error.code.value[0],
             reason=error.reason,
@@ -90,7 +90,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _PendingPick:
-    """Identical requests of one `Pick` RPC, while some still wait to be placed."""
+    """A group of identical requests from one `Pick` RPC, some of which still have to be placed."""
 
     priced: pb.PricedRequest
     remaining: int
@@ -106,16 +106,16 @@ class _PendingPick:
     """Limits on the caller's unused free tickets, or None if the caller pays for its tickets."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
-        """Return what each ticket use costs and who pays for it, or None without tenants."""
+        """Return who pays how much for each use of a ticket, or None if there are no tenants."""
         if self.session is None:
             return None
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
 
     def leave(self, error: ServiceError) -> None:
-        """Undo the quota's charge for the remaining requests, which are refused with this error.
+        """Release the quota of the remaining requests, which are refused because of this error.
 
-        The client resends them through `Generate`, which counts them again. The refusals are
-        recorded in the tenant's metrics.
+        The client resends these requests through `Generate`, which counts them against the quota
+        again. The refusals are recorded in the tenant's metrics.
         """
         if self.session:
             status = errors.http_status(error)
@@ -131,7 +131,7 @@ class TicketIssuer:
     Args:
         config: The configured limits and model name.
         engines: The engines on which requests may be placed.
-        queue: The queued requests, which take precedence.
+        queue: The queued requests, which take precedence over new ones.
         policy: The routing policy, with the admission ladder.
         balancer: Finds the engine that has a request's prefix cached.
         signer: Signs tickets, or None if `Pick` is disabled.
@@ -247,7 +247,7 @@ class TicketIssuer:
     def prepay(
         self, request: pb.GenerateRequest, ticket: str | None, session: TenantSession
     ) -> Claims | None:
-        """Defer a request's charge if the request continues an answer that a ticket has paid for.
+        """Defer the charge for a request that resumes an answer already paid for by a ticket.
 
         Args:
             request: The request, with the prompt and the answer's tokens so far.
@@ -265,7 +265,7 @@ class TicketIssuer:
         return self.paid.prepay(ticket, session, size)
 
     def on_resumed(self, paid_by: Claims | None) -> None:
-        """Record that a client resumed an answer that a previously issued ticket paid for.
+        """Count one more resumption of an answer for which an earlier ticket has already paid.
 
         Do nothing if `paid_by` is None, because the request is then charged normally.
         """
@@ -334,7 +334,9 @@ class TicketIssuer:
             self.counts["refused"] += pick.remaining
 
     def _enter(self, pick: _PendingPick, session: TenantSession | None) -> None:
-        """Charge as many of the requests to the tenant's quota as it allows right now.
+        """Count as many of the requests as currently allowed against the tenant's quota.
+
+        If there are no tenants, all requests are allowed.
 
         Raises:
             ServiceError: The quota allows none of the requests.
@@ -402,12 +404,15 @@ class TicketIssuer:
         call.place(number, engine.address, ticket, run, count)
 
     def _most(self, session: TenantSession | None) -> int:
-        """Return the limit on output tokens, which is the lower of the service's and tenant's."""
+        """Return the service's or the tenant's limit on output tokens, whichever is lower."""
         most = self._config.limits.max_output_tokens
         return min(most, session.rules.max_tokens or most) if session else most
 
     def _run(self, pick: _PendingPick, call: _Call, draw: int, most: int) -> tuple[Run, int]:
-        """Choose an engine. Return the decision and the number of requests that it covers.
+        """Choose an engine for up to `most` of the requests.
+
+        Returns:
+            The decision, and the number of requests to which it applies.
 
         Raises:
             ServiceError: None of the requests can run unmodified right now.
@@ -447,10 +452,10 @@ class TicketIssuer:
         return decision, count
 
     def _room(self, unpaid: Unpaid | None) -> Room | None:
-        """Return a function that limits a non-paying caller's requests on an engine.
+        """Return a function that limits how many requests a non-paying caller places on an engine.
 
-        The function computes how many more of these requests the engine may take. Return None if
-        the caller pays.
+        For an engine and the size of a request, the function returns how many more of these
+        requests the caller may place on the engine. Return None instead if the caller pays.
         """
         if unpaid is None:
             return None
@@ -462,7 +467,7 @@ class TicketIssuer:
         return room
 
     def _keys(self, addresses: Iterable[str]) -> frozenset[str]:
-        """Return the keys of the engines at the given addresses."""
+        """Return the keys by which the router identifies the engines at these addresses."""
         wanted = frozenset(addresses)
         return frozenset(e.key for e in self._engines.all() if e.address in wanted)
 

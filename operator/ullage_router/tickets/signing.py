@@ -1,4 +1,4 @@
-"""Signs the tickets with which clients may send requests directly to engines."""
+"""Signs the tickets that allow clients to send requests directly to engines."""
 
 import os
 import struct

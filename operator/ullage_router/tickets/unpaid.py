@@ -2,9 +2,9 @@
 
 Tickets are free if there are no tenants, or if the tenant has no limits. A caller could then
 request tickets endlessly without using them. Each caller's unused tickets may therefore take up
-only a fraction of an engine. This fraction limits their memory, their sequences per step, and their
-prompt tokens, which must leave other requests enough prefill time to meet the TTFT objective. The
-rest is left for `Generate` and for other callers.
+only a fraction of an engine, so that the rest is left for `Generate` and for other callers. The
+fraction applies to memory and to the number of sequences per step. It also applies to prompt
+tokens, so that other requests have enough prefill time to meet the TTFT objective.
 """
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""Tokenisation of text with the tokenizers that engines publish.
+"""Tokenises texts with the tokenizers that engines publish.
 
-This package does not depend on requests. Higher-level packages render the prompts.
+This package does not depend on request handling. The packages that use it render the prompts.
 """

@@ -1,4 +1,4 @@
-"""The router's part of the served model: its tokenizer, chat template and special tokens.
+"""The parts of the served model that the router uses: tokenizer, chat template, special tokens.
 
 Engines publish the tokenizer, and the router tokenises each request's text only once.
 """
@@ -105,11 +105,14 @@ class Model:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> tuple[str, ClearMarks | None]:
-        """Return the rendered conversation, and the object that restores its marked characters.
+        """Render a conversation without letting the text of its messages spell special tokens.
 
         During rendering, private-use characters (marks) stand in for some characters of the
-        messages, so that the text of a message cannot spell special tokens. The object is None if
-        nothing was marked.
+        messages.
+
+        Returns:
+            The rendered text, and an object that turns its marks back into the original characters.
+            The object is None if nothing was marked.
         """
         if self.template is None:
             raise PromptError("the model has no chat template; use /v1/completions")
@@ -129,9 +132,9 @@ class Model:
     def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
         """Return a raw prompt's token ids, including the tokenizer's prefix and suffix tokens.
 
-        These tokens (such as BOS and EOS) are added only where the prompt lacks them. Special
-        tokens that are spelled out in the text are encoded as such, because a raw prompt is the
-        model's complete input.
+        These tokens (such as BOS and EOS) are added only where the prompt lacks them. If the text
+        spells out a special token, such as `<s>`, it is encoded as that token, because a raw prompt
+        is the model's complete input.
 
         Raises:
             PromptError: the text cannot be tokenised.
@@ -146,8 +149,8 @@ class Model:
     def encode_whole(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
         """Return a text's token ids, always enclosed in the tokenizer's prefix and suffix tokens.
 
-        Embedding models are trained with these tokens (such as BOS and EOS). Special tokens that
-        are spelled out in the text are encoded as ordinary text.
+        Embedding models are trained with these tokens (such as BOS and EOS). If the text spells out
+        a special token, such as `<s>`, it is encoded as ordinary text.
 
         Raises:
             PromptError: the text cannot be tokenised.
@@ -169,11 +172,11 @@ class Model:
     def count_tokens(self, text: str, most: int) -> int:
         """Return a lower bound on the number of tokens in a part of a prompt.
 
-        Counting stops as soon as the bound exceeds `most`. It needs little memory, because no token
+        Counting stops as soon as the bound exceeds `most`, and needs little memory because no token
         ids are kept.
 
         Raises:
-            PromptError: no prompt that contains this part can be tokenised.
+            PromptError: neither this part nor any prompt that contains it can be tokenised.
         """
         fewest = self.fewest_tokens(text) - EDGE_TOKENS
         if fewest > most:
@@ -226,14 +229,14 @@ def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
 def load_model(
     response: inference_pb2.GetModelResponse, trusts_special_tokens: bool = False
 ) -> Model:
-    """Build the model that an engine has described.
+    """Build the router's `Model` from an engine's description of its model.
 
     This takes up to a second for a large vocabulary.
 
     Args:
         response: the engine's description of its model.
-        trusts_special_tokens: whether special tokens that are spelled out in client text are
-            encoded as such.
+        trusts_special_tokens: whether client text that spells out a special token is encoded as
+            that token.
 
     Raises:
         ValueError: the tokenizer or the chat template is invalid.

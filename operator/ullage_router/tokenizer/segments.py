@@ -100,7 +100,7 @@ class SegmentEncoder:
         """Return the token ids of a text, without adding special tokens.
 
         Args:
-            text: the text, in which special tokens that are spelled out are encoded as such.
+            text: the text. If it spells out a special token, it is encoded as that token.
             most: maximum number of tokens, beyond which tokenisation is stopped.
 
         Raises:
@@ -217,7 +217,10 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _looks_around(token: AddedToken) -> bool:
-    """Return whether a token is recognised only in some contexts, as with `single_word`."""
+    """Return whether the text around a token affects whether the token is recognised.
+
+    For example, a `single_word` token is not recognised inside a longer word.
+    """
     return bool(token.single_word or token.lstrip or token.rstrip or token.normalized)
 
 

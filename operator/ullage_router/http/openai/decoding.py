@@ -156,9 +156,9 @@ def _decode_long(kind: type[T], body: bytes) -> T:
 
 @functools.cache
 def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _Decoders]:
-    """Return a decoder that splits a body into raw fields, and a decoder for each field.
+    """Return a decoder that splits a JSON body into raw fields, and a decoder for each field.
 
-    The decoder is None for a field that stays raw.
+    A field has None instead of a decoder if its JSON is decoded later.
     """
     fields = msgspec.structs.fields(kind)
     unparsed = msgspec.defstruct("Unparsed", [(f.name, msgspec.Raw, NULL) for f in fields])

@@ -269,10 +269,10 @@ class _Run:
         raise error
 
     async def _work(self) -> None:
-        """Serve the inputs one after another.
+        """Serve the waiting inputs one after another, as one of several parallel workers.
 
-        If the body's other inputs have used up the quota or the memory, the input is put back and
-        this worker exits, so that fewer inputs run in parallel. The last worker does not exit but
+        If the body's other inputs have used up the quota or the memory, this worker puts its input
+        back and exits, so that fewer inputs run in parallel. The last worker does not exit but
         waits for the shortage to pass, provided that at least one embedding has been computed.
         """
         while self._waiting:

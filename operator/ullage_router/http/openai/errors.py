@@ -89,7 +89,8 @@ def error_headers(error: ServiceError) -> Headers:
 def resumed_headers(finished: inference_pb2.Finished) -> Headers:
     """Return headers that name the engines that resumed an interrupted answer.
 
-    The headers also indicate whether those engines' results may differ from the original's.
+    If the rest of the answer may differ from what the first engine would have generated, another
+    header says so.
     """
     headers = []
     if finished.resumed_on:

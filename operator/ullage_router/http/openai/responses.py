@@ -38,10 +38,7 @@ _FINISH = {
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """Settings that determine which fields a response has in addition to its text.
-
-    They also include the values of some of these fields.
-    """
+    """Settings that determine which optional fields a response has, and some of their values."""
 
     id: str
     model: str

@@ -66,7 +66,7 @@ class HarmonyReader:
         return [self._make(rest)] if rest and self._make else []
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read up to the end of the current header or body. Return False if it needs more text."""
+        """Read the current header or body to its end. Return False if more text is needed first."""
         return self._header(pieces) if self._make is None else self._body(pieces, self._make)
 
     def _header(self, pieces: list[Piece]) -> bool:
@@ -81,9 +81,10 @@ class HarmonyReader:
         return True
 
     def _opened(self, header: str, pieces: list[Piece]) -> MakePiece:
-        """Return the type of piece to make from the body that follows a header.
+        """Return whether the body after this header is text, reasoning or a call's arguments.
 
-        If the header names a known function, also append the start of a call to `pieces`.
+        The result is the type of piece to make from the body. If the header names a known function,
+        also append the start of a call to `pieces`.
         """
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)

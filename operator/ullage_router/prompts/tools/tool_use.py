@@ -41,7 +41,7 @@ class ToolUse:
         return self.forced.opening if self.forced else ""
 
     def ask(self, request: inference_pb2.GenerateRequest) -> None:
-        """Set the options of the request that its tools need.
+        """Set the options of the engine's request that its tools require.
 
         These are the grammar that enforces a forced call, and whether the answer's text includes
         special tokens for the reader.
