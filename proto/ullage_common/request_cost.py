@@ -37,8 +37,8 @@ Recurrent states: a cache group of states holds `state_blocks` blocks per sample
 
     bytes = blocks of all groups * bytes per block
 
-The cost excludes activations, and convolution states outside the blocks. Engines reserve memory for
-these before they serve requests, enough for everything that may run.
+The cost excludes activations, and convolution states outside the blocks. Before an engine serves
+requests, it reserves enough memory for these to cover everything that may run.
 """
 
 import bisect
@@ -104,7 +104,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Each sliding window's length in tokens and its maximum number of blocks during prefill.
+        """For each sliding window, its length in tokens and its maximum blocks during prefill.
 
         The number of blocks is per sequence.
         """
@@ -112,7 +112,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def decode_windows(self) -> tuple[tuple[int, int], ...]:
-        """Each sliding window's length in tokens and its maximum number of blocks during decoding.
+        """For each sliding window, its length in tokens and its maximum blocks during decoding.
 
         The number of blocks is per sequence.
         """
@@ -132,9 +132,9 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the formula for full attention alone gives the number of blocks.
+        """Whether the number of blocks follows from the formula for full attention alone.
 
-        This requires a single cache group, with full attention, and samples that copy shared
+        This is the case if the only cache group uses full attention, and samples copy shared
         blocks.
         """
         return self.num_growing == len(self.groups) == 1 and self.copies_shared_block
@@ -219,11 +219,11 @@ def sample_blocks(
     Args:
         prompt_tokens: number of tokens computed by prefill (0 if the prompt is already computed).
             None if prefill may compute all tokens, as after preemption.
-        shared_tokens: number of leading tokens whose full blocks are shared with another sample of
-            the prompt, the leader, and charged to it.
-        leads: whether this sample is the leader. The leader is charged one extra block, which is
-            the original of the block in which samples diverge. It is kept until the last sample
-            has copied it.
+        shared_tokens: number of leading tokens that this sample shares with another sample of the
+            prompt, the leader. The leader is charged for the full blocks of these tokens.
+        leads: whether this sample is the leader. The leader is charged for one extra block: each
+            sample writes to its own copy of the block in which samples diverge, and the original is
+            kept until the last sample has copied it.
     """
     size = profile.block_tokens
     if profile.is_plain:
@@ -250,8 +250,9 @@ def _most_held(
     """Return the peak number of blocks that a sample holds while computing `num_tokens` tokens.
 
     Args:
-        shared: number of blocks in each block table that belong to another sample.
-        original: 1 if the sample is charged for the original of a copied block, otherwise 0.
+        shared: number of blocks in each block table that are charged to another sample.
+        original: 1 if the sample is also charged for the shared block that all samples copy,
+            otherwise 0.
     """
     whole = -(-num_tokens // profile.block_tokens)
     own = whole - shared + original

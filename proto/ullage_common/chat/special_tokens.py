@@ -151,7 +151,7 @@ class SpecialTokenGuard:
         )
 
     def _marks(self, texts: Iterable[str]) -> tuple[Marks, Marks]:
-        """Return two sets of marks: for assistant and system turns, and for all other text."""
+        """Return two sets of marks, one for assistant and system turns, one for all other text."""
         taken = set[str]()
         for text in texts:
             if not text.isascii():

@@ -24,7 +24,10 @@ _COUNTING = frozenset({"truncate", "wordcount", "wordwrap", "random"})
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """What a template looks for in messages, and thus which short texts can replace long ones."""
+    """The words and text lengths that affect how a template renders a message.
+
+    They determine which short texts can stand in for long ones.
+    """
 
     words: frozenset[str] = frozenset()
     """Words that the template may search for within a text."""

@@ -31,7 +31,7 @@ def num_characters(turns: Iterable[Turn]) -> int:
 
 
 def weight(turns: Sequence[Turn]) -> int:
-    """Estimate the work of processing turns, in characters. Every turn adds a fixed cost."""
+    """Estimate the cost of processing turns: their characters, plus a fixed number per turn."""
     return num_characters(turns) + TURN_CHARACTERS * len(turns)
 
 

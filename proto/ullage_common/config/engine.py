@@ -396,10 +396,11 @@ MAX_CPU_KV = 20 << 30
 
 
 def kv_limit(memory: MemoryLimits, *, on_cpu: bool) -> int | None:
-    """Return the maximum KV bytes of a device, or None if only its memory budget limits them.
+    """Return the limit on a device's KV in bytes, or None if only the memory budget limits it.
 
-    A GPU's memory has no other use, so it has no default limit. On a CPU, other processes need part
-    of the memory, and KV is useless if the cores cannot read it in time.
+    A GPU has no default limit, because its memory has no other use. On a CPU, a default limit
+    applies, because other processes need part of the memory, and because KV is useless if the cores
+    cannot read it in time.
     """
     return MAX_CPU_KV if memory.max_kv is None and on_cpu else memory.max_kv
 
@@ -409,9 +410,9 @@ def default_host_tier(
 ) -> int:
     """Return the default size of the host tier in bytes, or 0 for no host tier.
 
-    The default is 256 MiB. If the container has a memory limit, the default is at most an eighth of
-    the memory that the rest of the engine leaves free below this limit. A result below 16 MiB
-    becomes 0.
+    The default is 256 MiB. In a container with a memory limit, the host tier gets at most an eighth
+    of what remains of the limit after the rest of the engine has taken its memory. If this is less
+    than 16 MiB, there is no host tier.
 
     Args:
         num_ranks: number of the engine's workers in one container.
@@ -456,7 +457,7 @@ class LimitsSection(RequestLimits, frozen=True, kw_only=True):
 
 
 class DegradeLevel(Strict, frozen=True, kw_only=True):
-    """Limits that apply to requests while headroom is below a percentage of the KV pool."""
+    """Limits on requests that apply while headroom is below a percentage of the KV pool."""
 
     below_percent: Percent
     max_output_tokens: int | None = None

@@ -313,10 +313,10 @@ class RejectSection(Strict, frozen=True, kw_only=True):
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):
-    """Settings for the rungs of the admission ladder.
+    """Settings for the admission ladder, which deals with requests that do not fit.
 
-    Rungs are the measures to try, in order, for a request that does not fit. Waiting is also a
-    rung, but it is configured in the `queue` section.
+    The rungs of the ladder are the measures to try in order. Waiting is also a rung, but it is
+    configured in the `queue` section.
     """
 
     shrink_context: ShrinkContextSection = ShrinkContextSection()
@@ -385,7 +385,11 @@ class PlacementSection(Strict, frozen=True, kw_only=True):
 
 
 class PrefillSection(Strict, frozen=True, kw_only=True):
-    """Settings for balancing prompts across engines that are busy prefilling other prompts."""
+    """Settings for the prefill window, which balances prompts across busy engines.
+
+    While engines are busy prefilling other prompts, new prompts wait for a short time, and are then
+    distributed together by their cost. No prompt waits if an engine is idle.
+    """
 
     window: Annotated[Seconds, msgspec.Meta(ge=0, le=10)] = 0.006
     """How long prompts wait to be placed together, in seconds (0 for no wait)."""

@@ -113,7 +113,8 @@ class PickBatcher:
         Args:
             avoid: addresses of engines that have just refused the request.
             deadline: time on the event loop's clock at which to stop waiting.
-            paid_by: the first ticket of the answer that the request continues, if any.
+            paid_by: if the request continues an answer, the first ticket of that answer, so that
+                the tenant is not charged again (empty otherwise).
 
         Raises:
             ServiceError: INTERNAL, the `Pick` RPC failed unexpectedly or its response is invalid.
@@ -514,7 +515,8 @@ class _Answer:
 
     Attributes:
         avoid: addresses of engines that refused or lost the answer, oldest first.
-        paid_by: the first ticket with which an engine accepted the request.
+        paid_by: the first ticket with which an engine accepted the request. It proves that the
+            tenant need not be charged again when another server continues the answer.
     """
 
     def __init__(self, request: pb.GenerateRequest, deadline: float) -> None:

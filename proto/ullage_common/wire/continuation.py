@@ -1,8 +1,8 @@
 """Keeps the received tokens of an answer, so that another engine can continue it.
 
-The reader of an engine's answer is a router, or a client with tickets. It keeps a `Progress` for
-each answer. Requests with beam search or `best_of` produce results only at the end. Their tokens
-are not kept, so they restart from the beginning if the engine is lost.
+A router, or a client with tickets, keeps a `Progress` for each answer that it receives from an
+engine. Requests with beam search or `best_of` produce results only at the end. Their tokens are not
+kept, so they restart from the beginning if the engine is lost.
 """
 
 from dataclasses import dataclass, field

@@ -1,10 +1,10 @@
 """The sending side of flow control: keeps each call within its window, and batches its tokens.
 
 For the reader, a message has more overhead than the tokens in it, so tokens are sent in batches.
-The first token is sent immediately. Later tokens are held until the first tick after the last send,
-or until they fill the reader's preferred batch size. They are then sent as one delta. Ticks occur
-at fixed intervals and are the same for all calls, so that the tokens of many calls can share a
-message.
+The first token is sent immediately. Later tokens are held until the first tick after the previous
+send, or until there are enough for the reader's preferred batch size, and are then sent as one
+delta. Ticks occur at fixed intervals, at the same times for all calls, so that the tokens of many
+calls can share a message.
 
 `SendWindow` enforces this rule, because it alone knows the time of the last send. A producer of
 deltas can follow the same `SendPace`, so that it does not produce deltas that would only be merged.
@@ -49,7 +49,7 @@ class SendPace:
     """Number of pending tokens that triggers a send before the next tick."""
 
     def next_tick(self, now: float) -> float:
-        """Return the earliest time of the next send, given that one happened at `now`.
+        """Return the earliest time at which to send again, if tokens are sent at `now`.
 
         Both times are on the same clock.
         """
@@ -149,7 +149,10 @@ class SendWindow:
 
 
 def next_tick(now: float, pause_s: float) -> float:
-    """Return the first multiple of `pause_s` after `now`, on the same clock."""
+    """Return the time of the next tick: the first multiple of `pause_s` after `now`.
+
+    Both times are on the same clock.
+    """
     if not pause_s:
         return now
     tick = (now // pause_s + 1) * pause_s

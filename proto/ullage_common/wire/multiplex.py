@@ -251,7 +251,7 @@ class CallContext:
 
     @property
     def pace(self) -> SendPace:
-        """Pace at which responses are sent. A faster producer can batch its tokens to match it."""
+        """Pace at which responses are sent. Producers can adapt the size of their batches to it."""
         return self.send_window.pace
 
     def write(self, response: pb.GenerateResponse) -> Coroutine[None, None, None]:
