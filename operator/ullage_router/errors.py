@@ -172,7 +172,7 @@ def silent_engine(engine: str, silent_s: float) -> ServiceError:
 
 
 def no_stream(engine: str) -> ServiceError:
-    """Return the error for a request to an engine to which no stream is open."""
+    """Return the error for a request to an engine that has no open stream."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", f"the stream to engine {engine} is not open"
     )

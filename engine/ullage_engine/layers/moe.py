@@ -455,9 +455,9 @@ class ExpertWeights:
 class Experts:
     """One mixture-of-experts layer, computed in buffers that all such layers share.
 
-    A small number of (token, expert) pairs is multiplied one by one. Otherwise the pairs are sorted
-    by expert, so that all rows of an expert are multiplied together. Tokens are processed in
-    slices, one after another.
+    If there are only a few (token, expert) pairs, they are multiplied one by one. If not, the pairs
+    are sorted by expert, so that all rows of an expert are multiplied together. Tokens are
+    processed in slices, one after another.
     """
 
     def __init__(

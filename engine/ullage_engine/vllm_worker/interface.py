@@ -103,8 +103,8 @@ class Blocks(Protocol):
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
         """Return the number of blocks that would become free if all these prefixes were released.
 
-        A sliding-window block counts as an equal fraction for each of its holders. If requests hold
-        the block too, the result includes only the fractions of the prefixes.
+        A sliding-window block is divided equally among its holders. If requests hold the block
+        too, the result includes only the fractions of the prefixes.
         """
 
     def release(self, prefix: Prefix) -> None:

@@ -469,7 +469,7 @@ class EngineCore:
         return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _with_allowed_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Fail requests whose constraints rule out every token, and drop their tokens."""
+        """Fail requests whose constraints rule out every token, and return the other samples."""
         refused = dict.fromkeys(
             each.request_id for each in sampled if each.token_id == NOTHING_ALLOWED
         )

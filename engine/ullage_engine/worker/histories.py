@@ -83,7 +83,7 @@ class ReceivedHistories:
         self._recent: _Recent[list[int]] = _Recent(max_requests)
 
     def begin_plan(self) -> None:
-        """Drop the same requests as the sender. Call this once per plan, before its first chunk."""
+        """Drop the histories that the sender has dropped. Call this before a plan's first chunk."""
         self._recent.begin_plan()
 
     def complete(self, chunk: Chunk) -> Chunk:

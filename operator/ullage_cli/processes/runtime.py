@@ -53,7 +53,7 @@ class LocalRuntime:
 
     @property
     def processes(self) -> list[PodProcess]:
-        """Processes of the pods that are currently running."""
+        """The processes that are currently running in the pods."""
         return list(self._running.values())
 
     @contextlib.asynccontextmanager

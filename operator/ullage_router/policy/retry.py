@@ -128,7 +128,7 @@ def retry_after(
 
 
 def unknown_retry_after(draw: int) -> int:
-    """Return Retry-After for an unpredictable wait, such as until the first engine starts."""
+    """Return the Retry-After for a wait that cannot be predicted, such as for a first engine."""
     return retry_after(None, {}, draw, RejectSection())
 
 

@@ -78,7 +78,7 @@ class Marks:
 
 
 def plain_text(value: Any) -> Any:
-    """Return the original characters of a marked text, and any other value unchanged."""
+    """Return a text with its marks turned back into characters, and any other value unchanged."""
     return value.plain if isinstance(value, ClientText) else value
 
 

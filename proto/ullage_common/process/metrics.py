@@ -94,7 +94,7 @@ class MetricName:
 
 
 class CounterName(MetricName):
-    """The declaration of a counter."""
+    """Declares a counter by its name, help text and labels."""
 
     kind = "counter"
 
@@ -116,7 +116,7 @@ class CounterName(MetricName):
 
 
 class GaugeName(MetricName):
-    """The declaration of a gauge."""
+    """Declares a gauge by its name, help text and labels."""
 
     kind = "gauge"
 
@@ -130,7 +130,7 @@ class GaugeName(MetricName):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramName(MetricName):
-    """The declaration of a histogram."""
+    """Declares a histogram by its name, help text, labels and buckets."""
 
     kind = "histogram"
     buckets: tuple[float, ...]
