@@ -87,6 +87,13 @@ class Fault(Message, frozen=True, kw_only=True):
     after_steps: int
 
 
+class Hang(Message, frozen=True, kw_only=True):
+    """Command for fault-injection tests: compute without end, and run no further step.
+
+    It is only available if `server.allow_fault_injection` is set.
+    """
+
+
 class LimitBatch(Message, frozen=True, kw_only=True):
     """Command: limit the number of running sequences to a fraction of the maximum batch size.
 
@@ -326,6 +333,7 @@ ToWorker = (
     Submit
     | Cancel
     | Fault
+    | Hang
     | LimitBatch
     | StartProfile
     | StopProfile

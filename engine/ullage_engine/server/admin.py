@@ -92,9 +92,10 @@ class AdminService(admin_rpc.AdminServiceServicer):
             return self._supervisor.kill_worker()
         if request.kind == admin_pb.FAULT_KIND_OOM:
             return self._supervisor.inject_oom(request.after_steps)
-        raise invalid(
-            "kind", f"kind is {request.kind}; give FAULT_KIND_WORKER_KILL or FAULT_KIND_OOM"
-        )
+        if request.kind == admin_pb.FAULT_KIND_BUSY_HANG:
+            return self._supervisor.inject_hang()
+        names = ", ".join(name for name, number in admin_pb.FaultKind.items() if number)
+        raise invalid("kind", f"kind is {request.kind}; give one of {names}")
 
     async def Profile(
         self, request: admin_pb.ProfileRequest, context: "grpc.aio.ServicerContext[Any, Any]"

@@ -32,6 +32,7 @@ from ullage_engine.protocol.messages import (
     AddAdapter,
     Admitted,
     Fault,
+    Hang,
     KvDamaged,
     KvOffer,
     KvRead,
@@ -180,6 +181,13 @@ class WorkerSupervisor:
         if self._worker is None or self._worker.ready_at is None:
             return None
         self._worker.link.post(Fault(after_steps=after_steps))
+        return self._worker.process.pid
+
+    def inject_hang(self) -> int | None:
+        """Make the worker compute without end. Return the worker's process id."""
+        if self._worker is None or self._worker.ready_at is None:
+            return None
+        self._worker.link.post(Hang())
         return self._worker.process.pid
 
     def start_profile(self, start: StartProfile) -> "asyncio.Future[ProfileDone]":

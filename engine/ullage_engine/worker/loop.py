@@ -53,6 +53,7 @@ from ullage_engine.protocol.messages import (
     Cancel,
     Fault,
     FromKv,
+    Hang,
     KvFound,
     KvGranted,
     KvSlot,
@@ -456,6 +457,8 @@ class Worker:
                 self._engine.adapters.remove(name)
             case Fault(after_steps=after_steps):
                 self._engine.inject_out_of_memory(after_steps)
+            case Hang():
+                _hang()
             case LimitBatch(share=share):
                 self._pressure.limit_batch(share)
                 # Set at once: requests behind this message must not start in a larger batch.
@@ -532,6 +535,12 @@ class Worker:
             self._profile.on_state(state)
         self._engine.set_batch_share(self._pressure.batch_share)
         return state
+
+
+def _hang() -> None:
+    """Compute without end, as in a kernel that never returns."""
+    while True:
+        pass
 
 
 def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:

@@ -591,6 +591,21 @@ def test_oom_fault_reaches_the_worker(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
+def test_a_worker_that_computes_without_end_is_replaced(serve: Serve, fake: ModuleType) -> None:
+    request = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_BUSY_HANG)
+
+    async def scenario() -> None:
+        async with serve(step_s=0.02, policy=EAGER) as engine:
+            answer = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            pid = (await engine.admin.InjectFault(request)).worker_pid
+            assert (await answer).token_ids == expected(fake)
+            assert (await answer).finished.resumes == 1
+            assert (await engine.admin.InjectFault(KILL)).worker_pid != pid
+
+    asyncio.run(scenario())
+
+
 def test_faults_need_permission(serve: Serve, config: EngineConfig) -> None:
     server = msgspec.structs.replace(config.server, allow_fault_injection=False)
 

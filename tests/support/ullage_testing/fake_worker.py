@@ -25,6 +25,7 @@ from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
     Fault,
+    Hang,
     LimitBatch,
     Loading,
     Ready,
@@ -238,6 +239,9 @@ class FakeWorker:
             case Fault():
                 self._num_ooms += 1
                 self._send(StateReport(state=self._state()))
+            case Hang():
+                while True:
+                    pass
             case StartProfile():
                 self._profile = Profile(message, self._events, self._num_steps)
             case StopProfile() if self._profile:
