@@ -7,13 +7,21 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from ullage_cli.server_url import add_report_files, add_target, server_url, write_reports
 from ullage_operator.api.errors import LocalFailure
 from ullage_verify import report as reports
 from ullage_verify.client import SILENCE_S, OpenAIClient
 from ullage_verify.criteria import Criterion
-from ullage_verify.faults import Fault, admin_faults, pod_faults, process_faults
+from ullage_verify.faults import (
+    Fault,
+    admin_faults,
+    clock_faults,
+    disk_faults,
+    pod_faults,
+    process_faults,
+)
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.run import SCENARIOS, VerifyReport, verify
 from ullage_verify.scenarios.settings import ScenarioSettings
@@ -28,13 +36,14 @@ HELP = """scenarios:
   large      prompts above the threshold, and their route
   shift      short prompts, long ones, and short ones again
   soak       four conversations for some minutes
-  inject     faults in the middle of answers (needs --pid, --pod or --admin)
+  inject     faults in the middle of answers (needs --pid, --pod, --admin, --disk or --clock)
   all        all of them, in this order
 
 examples:
   ullage verify all http://127.0.0.1:8000
   ullage verify inject http://127.0.0.1:8000 --pid "$(pgrep -of 'ullage up')"
   ullage verify inject http://127.0.0.1:8000 --admin 127.0.0.1:9001 --faults 100
+  ullage verify inject http://127.0.0.1:8000 --disk /var/lib/ullage/kv --clock
   ullage verify oom http://127.0.0.1:8080 --context 4096 --json oom.json --svg oom.svg
   ullage verify soak chat --namespace prod --minutes 30
   ullage verify inject chat --namespace prod --pod chat-single-0
@@ -84,6 +93,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--pod", help="pod of an engine, which may be deleted")
     parser.add_argument(
         "--admin", metavar="HOST:PORT", help="gRPC address of an engine that may inject faults"
+    )
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of a file system that the server writes to, which may be filled",
+    )
+    parser.add_argument(
+        "--clock", action="store_true", help="this machine's clock may jump by an hour and back"
     )
     parser.add_argument(
         "--faults",
@@ -176,7 +194,8 @@ def _faults(options: argparse.Namespace) -> Iterator[Mapping[str, Fault]]:
     At the end of the block, processes that a fault stopped are resumed.
 
     Raises:
-        TargetError: the process does not exist, or the pod's namespace is missing.
+        TargetError: the process or folder does not exist, the folder has too much free space, or
+            the pod's namespace is missing.
     """
     if options.pod and not options.namespace:
         raise TargetError("--pod needs --namespace")
@@ -188,6 +207,10 @@ def _faults(options: argparse.Namespace) -> Iterator[Mapping[str, Fault]]:
             faults |= admin_faults(options.admin)
         if options.pod:
             faults |= pod_faults(options.namespace, options.pod)
+        if options.disk:
+            faults |= disk_faults(options.disk)
+        if options.clock:
+            faults |= clock_faults()
         yield faults
 
 

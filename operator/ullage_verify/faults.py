@@ -1,16 +1,21 @@
-"""Injects faults into a server: sends signals, exhausts memory, or deletes a pod."""
+"""Injects faults into a server: signals, full memory or disks, lost packets, deleted pods."""
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
+import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 import grpc
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage_verify.memory_limit import memory_limit
+from ullage_verify.partition import dropped_packets, internal_ports
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.target import TargetError
 
@@ -20,6 +25,17 @@ FREE_BYTES = 128 << 20
 """Bytes by which the control group's limit exceeds its use before the group is filled."""
 DELETE_TIMEOUT_S = 60.0
 ADMIN_TIMEOUT_S = 10.0
+PARTITION_S = 3.0
+"""Number of seconds for which the packets between a server's processes are dropped."""
+FULL_DISK_S = 3.0
+"""Number of seconds for which a file system stays full."""
+MAX_FILL_BYTES = 8 << 30
+"""Largest free space of a file system that may be filled."""
+FILL_STEP_BYTES = 1 << 20
+CLOCK_JUMP_S = 3600.0
+"""Number of seconds by which the machine's clock jumps, first forward and then back."""
+CLOCK_WRONG_S = 2.0
+"""Number of seconds for which the clock is wrong."""
 OOM_AFTER_STEPS = 0
 """Number of engine steps before an injected fault.
 
@@ -55,6 +71,7 @@ def process_faults(pid: int) -> Iterator[Mapping[str, Fault]]:
             "SIGKILL of the busiest process": partial(_signal, processes, signal.SIGKILL),
             "SIGSTOP of the busiest process": partial(_signal, processes, signal.SIGSTOP),
             "full memory, and the kernel kills": partial(_exhaust_memory, processes),
+            "partition between the processes": partial(_partition, processes),
         }
     finally:
         processes.resume()
@@ -73,19 +90,122 @@ async def _exhaust_memory(processes: ServerProcesses) -> None:
     Raises:
         TargetError: this user may not limit memory, or the kernel has killed no process in time.
     """
+    with _needs_root("no control group for the server"), memory_limit(GROUP) as group:
+        try:
+            busiest = await asyncio.to_thread(processes.busiest)
+            group.take(busiest or processes.pid)
+            group.allow(FREE_BYTES)
+            await asyncio.to_thread(group.kill_largest)
+        finally:
+            group.release()
+
+
+async def _partition(processes: ServerProcesses) -> None:
+    """Drop the packets between the server's processes for PARTITION_S seconds.
+
+    Raises:
+        TargetError: the processes are not connected by TCP, or this user may not drop packets.
+    """
+    ports = await asyncio.to_thread(internal_ports, processes.family())
+    if not ports:
+        raise TargetError(
+            f"the processes of --pid {processes.pid} are not connected to each other by TCP"
+        )
+    with _needs_root("packets cannot be dropped"), dropped_packets(ports):
+        await asyncio.sleep(PARTITION_S)
+
+
+def disk_faults(folder: Path) -> Mapping[str, Fault]:
+    """Return the faults that can be made on the file system of a folder, by name.
+
+    Args:
+        folder: a folder of the file system to which the server writes.
+
+    Raises:
+        TargetError: the folder does not exist, or its file system has too much free space.
+    """
     try:
-        with memory_limit(GROUP) as group:
-            try:
-                busiest = await asyncio.to_thread(processes.busiest)
-                group.take(busiest or processes.pid)
-                group.allow(FREE_BYTES)
-                await asyncio.to_thread(group.kill_largest)
-            finally:
-                group.release()
-    except TimeoutError as error:
-        raise TargetError(str(error)) from None
+        free_bytes = _free_bytes(folder)
     except OSError as error:
-        raise TargetError(f"no control group for the server ({error}); run as root") from None
+        raise TargetError(f"--disk {folder}: {error.strerror}; give an existing folder") from None
+    if free_bytes > MAX_FILL_BYTES:
+        raise TargetError(
+            f"--disk {folder}: {free_bytes >> 30} GiB are free, and filling them may harm others; "
+            f"give a file system with at most {MAX_FILL_BYTES >> 30} GiB, such as a small tmpfs"
+        )
+    return {"full disk": partial(_fill_disk, folder)}
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's file system that root may use."""
+    stats = os.statvfs(folder)
+    return stats.f_bfree * stats.f_frsize
+
+
+async def _fill_disk(folder: Path) -> None:
+    """Fill the folder's file system for FULL_DISK_S seconds.
+
+    Raises:
+        TargetError: this user may not write there, or the file system has too much free space.
+    """
+    if _free_bytes(folder) > MAX_FILL_BYTES:
+        raise TargetError(f"--disk {folder}: more than {MAX_FILL_BYTES >> 30} GiB are free now")
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            await asyncio.to_thread(_fill, file.fileno())
+            until = time.monotonic() + FULL_DISK_S
+            while time.monotonic() < until:
+                # The server may have deleted files, whose space must not stay free.
+                await asyncio.to_thread(_fill, file.fileno())
+                await asyncio.sleep(0.1)
+    except OSError as error:
+        raise TargetError(f"--disk {folder}: {error.strerror}") from None
+
+
+def _fill(file: int) -> None:
+    """Extend a file until its file system has no free space left."""
+    step = FILL_STEP_BYTES
+    while step >= 1:
+        try:
+            os.posix_fallocate(file, os.fstat(file).st_size, step)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            step //= 2
+
+
+def clock_faults() -> Mapping[str, Fault]:
+    """Return the faults that can be made with this machine's clock, by name."""
+    return {"a clock that jumps": _jump_clock}
+
+
+async def _jump_clock() -> None:
+    """Set this machine's clock forward by CLOCK_JUMP_S, and back after CLOCK_WRONG_S seconds.
+
+    Raises:
+        TargetError: this user may not set the clock.
+    """
+    with _needs_root("the clock cannot be set"):
+        _shift_clock(CLOCK_JUMP_S)
+        try:
+            await asyncio.sleep(CLOCK_WRONG_S)
+        finally:
+            _shift_clock(-CLOCK_JUMP_S)
+
+
+def _shift_clock(seconds: float) -> None:
+    time.clock_settime(time.CLOCK_REALTIME, time.time() + seconds)
+
+
+@contextlib.contextmanager
+def _needs_root(failure: str) -> Iterator[None]:
+    """Turn an OSError of the block into a TargetError that says what failed, and the remedy."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise TargetError(str(error)) from None  # no matter of rights
+    except OSError as error:
+        raise TargetError(f"{failure} ({error}); run as root") from None
 
 
 def admin_faults(address: str) -> Mapping[str, Fault]:
@@ -97,6 +217,7 @@ def admin_faults(address: str) -> Mapping[str, Fault]:
     return {
         "a step out of memory": partial(_inject, address, admin_pb2.FAULT_KIND_OOM),
         "death of the worker": partial(_inject, address, admin_pb2.FAULT_KIND_WORKER_KILL),
+        "a step without an end": partial(_inject, address, admin_pb2.FAULT_KIND_BUSY_HANG),
     }
 
 

@@ -22,6 +22,7 @@ _WEATHER = {
         },
     },
 }
+_NO_STREAM = {"stream": False, "stream_options": None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,8 @@ class RequestKind:
     question: str
     fields: Mapping[str, Any]
     """Fields of the request in addition to the question and the number of tokens."""
+    is_read_slowly: bool = False
+    """Whether the client pauses while it reads, so that the server's buffers fill up."""
 
 
 KINDS = (
@@ -62,5 +65,13 @@ KINDS = (
         "choices",
         "Write a line about winter.",
         {"n": 4, "temperature": 0.8, "seed": 11, "ignore_eos": True},
+    ),
+    # Beams change until they end, so servers do not stream them.
+    RequestKind("beams", "Name a colour.", {"use_beam_search": True, "n": 3, **_NO_STREAM}),
+    RequestKind(
+        "slow reader",
+        "Describe a long journey.",
+        {"ignore_eos": True},
+        is_read_slowly=True,
     ),
 )

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,8 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from ullage_verify import faults as faults_module
 from ullage_verify import memory_limit
-from ullage_verify.faults import admin_faults, pod_faults, process_faults
+from ullage_verify.faults import (
+    admin_faults,
+    clock_faults,
+    disk_faults,
+    pod_faults,
+    process_faults,
+)
+from ullage_verify.partition import internal_ports
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.target import TargetError
 
@@ -31,6 +41,29 @@ while True:
     sum(range(10_000))
     time.sleep(0.001)
 """
+FRONT = """
+import socket, subprocess, sys
+listener = socket.create_server(("127.0.0.1", 0))
+command = [sys.executable, "-c", sys.argv[1], str(listener.getsockname()[1])]
+back = subprocess.Popen(command)
+connection, _ = listener.accept()
+outer = socket.create_server(("127.0.0.1", 0))
+print(outer.getsockname()[1], flush=True)
+client, _ = outer.accept()
+while True:
+    connection.sendall(client.recv(1))
+    client.sendall(connection.recv(1))
+"""
+"""Program that sends each byte of its client to another process, and the answer back."""
+BACK = """
+import socket, sys
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+while byte := connection.recv(1):
+    connection.sendall(byte)
+"""
+PARTITION_S = 0.5
+FULL_S = 0.3
+IS_ROOT = os.geteuid() == 0
 HAS_GROUPS = os.geteuid() == 0 and any(
     (root / "cgroup.procs").exists() for root in memory_limit.ROOTS
 )
@@ -131,6 +164,133 @@ def is_hog(path: Path) -> bool:
         return b"os.fork() == 0" in path.read_bytes()
     except OSError:
         return False
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[int, socket.socket]]:
+    """Yield the id of the first of two connected processes, and a client's connection to it."""
+    command = [sys.executable, "-c", FRONT, BACK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout
+        try:
+            port = int(process.stdout.readline())
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+                yield process.pid, client
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def echo_s(client: socket.socket) -> float:
+    """Return the seconds until a byte has passed both processes."""
+    began = time.monotonic()
+    client.sendall(b"x")
+    assert client.recv(1) == b"x"
+    return time.monotonic() - began
+
+
+def test_the_address_of_clients_is_no_internal_port(pair: tuple[int, socket.socket]) -> None:
+    first, client = pair
+    echo_s(client)
+    ports = internal_ports(ServerProcesses(first).family())
+    assert len(ports) == 1
+    assert client.getpeername()[1] not in ports
+
+
+@pytest.mark.skipif(
+    not IS_ROOT or shutil.which("nft") is None, reason="dropping packets needs root and nft"
+)
+def test_packets_between_processes_are_dropped_for_a_time(
+    pair: tuple[int, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults_module, "PARTITION_S", PARTITION_S)
+    first, client = pair
+    echo_s(client)
+
+    async def scenario(fault: object) -> float:
+        task = asyncio.create_task(_happen(fault))
+        await asyncio.sleep(PARTITION_S / 2)
+        seconds = await asyncio.to_thread(echo_s, client)
+        await task
+        return seconds
+
+    with process_faults(first) as faults:
+        assert asyncio.run(scenario(faults["partition between the processes"])) > PARTITION_S / 3
+    echo_s(client)
+    rules = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True)
+    assert "ullage_verify" not in rules.stdout
+
+
+def test_processes_without_connections_have_no_partition(server: tuple[int, int]) -> None:
+    with (
+        process_faults(server[0]) as faults,
+        pytest.raises(TargetError, match="not connected to each other"),
+    ):
+        asyncio.run(_happen(faults["partition between the processes"]))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    subprocess.run(mount, check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="mounting a small file system needs root")
+def test_a_disk_is_full_for_a_time(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults_module, "FULL_DISK_S", FULL_S)
+    kept = small_disk / "kept"
+    kept.write_bytes(b"1" * 100_000)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(_happen(disk_faults(small_disk)["full disk"]))
+        await asyncio.sleep(FULL_S / 2)
+        with pytest.raises(OSError, match="No space left"):
+            (small_disk / "new").write_bytes(b"1" * 100_000)
+        await task
+
+    asyncio.run(scenario())
+    (small_disk / "new").write_bytes(b"1" * 100_000)
+    assert kept.read_bytes() == b"1" * 100_000
+
+
+def test_a_large_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults_module, "MAX_FILL_BYTES", 0)
+    with pytest.raises(TargetError, match=r"--disk .*may harm others"):
+        disk_faults(tmp_path)
+    with pytest.raises(TargetError, match=r"--disk .*No such file.*give an existing folder"):
+        disk_faults(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_the_clock_jumps_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+) -> None:
+    """The real clock stays, because other tests read it."""
+    monkeypatch.setattr(faults_module, "CLOCK_WRONG_S", 0.2)
+    jumps: list[float] = []
+    monkeypatch.setattr(time, "clock_settime", lambda _, at: jumps.append(at - time.time()))
+
+    async def scenario() -> None:
+        task = asyncio.create_task(_happen(clock_faults()["a clock that jumps"]))
+        await asyncio.sleep(0.05)
+        if is_interrupted:
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert [round(jump) for jump in jumps] == [3600, -3600]
+
+
+def test_a_clock_that_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(clock: int, at: float) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(time, "clock_settime", refuse)
+    with pytest.raises(TargetError, match=r"clock cannot be set .*; run as root"):
+        asyncio.run(_happen(clock_faults()["a clock that jumps"]))
 
 
 def test_errors_name_the_option() -> None:

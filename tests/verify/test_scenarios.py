@@ -1,6 +1,7 @@
 """Each scenario passes on a good server, and fails by name on one with the fault it looks for."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -271,6 +272,24 @@ def test_many_faults_without_harm(checked: Checked) -> None:
         "answers with other words",
         "p95 of the longest pause",
     }
+
+
+def test_pauses_are_shown_for_each_kind_of_fault(checked: Checked) -> None:
+    async def happen() -> None:
+        await asyncio.sleep(0)
+
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        settings = ScenarioSettings(faults={"first": happen, "second": happen}, num_faults=6)
+        await marathon.run(target, settings, checks)
+
+    counts = {
+        name: int(number)
+        for number, name in re.findall(
+            r"p95 of the longest pause, (\d) x (\w+)", " ".join(e.name for e in checked(check))
+        )
+    }
+    assert set(counts) == {"first", "second"}
+    assert sum(counts.values()) == 6
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ullage_verify.client import ChatAnswer
@@ -17,6 +17,11 @@ from ullage_verify.target import Target, TargetError
 
 TOKENS = 160
 MAX_GAP_S = 30.0
+SLOW_BUFFER_BYTES = 4096
+"""Size of the receive buffers of a client that reads slowly."""
+SLOW_PIECES = 5
+"""Number of events after each of which a slow client pauses."""
+SLOW_READ_S = 0.4
 PAUSE_S = (0.1, 2.0)
 """Minimum and maximum number of seconds between a recovery and the next fault."""
 PATIENCE_S = 120.0
@@ -32,7 +37,8 @@ class Marathon:
     expected: Mapping[RequestKind, str]
     """Response text of each kind of request in a run without faults."""
     answers: list[tuple[RequestKind, ChatAnswer]] = field(default_factory=list)
-    fault_times: list[float] = field(default_factory=list)
+    faults: list[tuple[str, float]] = field(default_factory=list)
+    """Name of each fault, and the time on the monotonic clock at which it had been injected."""
     last_text_at: float = 0.0
     """Time at which any stream last received text, on the monotonic clock."""
     is_over: bool = False
@@ -41,13 +47,23 @@ class Marathon:
         """Record that a stream has received text."""
         self.last_text_at = answer.last_at or 0.0
 
-    def disturbed(self) -> Sequence[tuple[RequestKind, ChatAnswer]]:
-        """Return the responses that were streaming when a fault happened."""
-        return [
-            (kind, answer)
+    def gaps(self, name: str = "") -> list[float]:
+        """Return the longest pause of each stream that was running at a fault, sorted.
+
+        Responses that are not streamed or are read slowly are left out, because their pauses say
+        nothing about the server.
+
+        Args:
+            name: name of the faults to consider (empty for all).
+        """
+        times = [at for each, at in self.faults if name in (each, "")]
+        return sorted(
+            answer.longest_gap_s
             for kind, answer in self.answers
-            if any(answer.began_at < at < answer.ended_at for at in self.fault_times)
-        ]
+            if answer.num_pieces
+            and not kind.is_read_slowly
+            and any(answer.began_at < at < answer.ended_at for at in times)
+        )
 
 
 async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
@@ -69,7 +85,7 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         "the server comes back from every fault",
         is_alive,
         f"{settings.num_faults}",
-        f"{len(marathon.fault_times)}",
+        f"{len(marathon.faults)}",
     )
     _check(checks, marathon)
 
@@ -102,7 +118,17 @@ async def _stream(target: Target, marathon: Marathon, kind: RequestKind) -> None
 async def _ask(target: Target, kind: RequestKind, marathon: Marathon | None = None) -> ChatAnswer:
     messages = [{"role": "user", "content": kind.question}]
     on_text = marathon.on_text if marathon else None
-    return await target.client.chat(target.model, messages, TOKENS, on_text, **kind.fields)
+    if not (kind.is_read_slowly and marathon):
+        return await target.client.chat(target.model, messages, TOKENS, on_text, **kind.fields)
+
+    async with target.client.with_buffers(SLOW_BUFFER_BYTES) as client:
+        return await client.chat(target.model, messages, TOKENS, _dawdle, **kind.fields)
+
+
+async def _dawdle(answer: ChatAnswer) -> None:
+    """Wait after each of the first events of a stream."""
+    if answer.num_pieces <= SLOW_PIECES:
+        await asyncio.sleep(SLOW_READ_S)
 
 
 async def _make_faults(settings: ScenarioSettings, marathon: Marathon) -> bool:
@@ -116,7 +142,7 @@ async def _make_faults(settings: ScenarioSettings, marathon: Marathon) -> bool:
         if not await _made(settings.faults[name]):
             return False
         happened_at = time.monotonic()
-        marathon.fault_times.append(happened_at)
+        marathon.faults.append((name, happened_at))
         while marathon.last_text_at <= happened_at:
             if time.monotonic() > happened_at + PATIENCE_S:
                 return False
@@ -155,13 +181,19 @@ def _check(checks: Checks, marathon: Marathon) -> None:
         seen += f" ({', '.join(f'{count} {name}' for name, count in sorted(counts.items()))})"
     checks.holds("answers with other words", not differing, "0", seen)
 
-    gaps = sorted(answer.longest_gap_s for _, answer in marathon.disturbed())
+    gaps = marathon.gaps()
     if not gaps:
         checks.skip("p95 of the longest pause", "no answer had a fault in its middle")
         return
     checks.at_most("p95 of the longest pause", quantile(gaps, 0.95), MAX_GAP_S)
-    checks.figures["faults"] = len(marathon.fault_times)
+    checks.figures["faults"] = len(marathon.faults)
     checks.figures["answers"] = len(answered)
     checks.figures["disturbed"] = len(gaps)
     checks.figures["pause_p50_s"] = round(quantile(gaps, 0.5), 3)
     checks.figures["pause_max_s"] = round(gaps[-1], 3)
+    numbers = Counter(name for name, _ in marathon.faults)
+    for name, count in sorted(numbers.items()) if len(numbers) > 1 else ():
+        if some := marathon.gaps(name):
+            checks.at_most(
+                f"p95 of the longest pause, {count} x {name}", quantile(some, 0.95), MAX_GAP_S
+            )
