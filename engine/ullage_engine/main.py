@@ -110,7 +110,7 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    policy = RestartPolicy(step_deadline_s=config.limits.step_deadline)
+    policy = RestartPolicy.for_engine(config.device, config.limits.step_deadline)
     app = EngineApp(config, _launch(config, config_path), policy)
     dump_loop_on_signal(app.worker_pids)
     await app.run(stop, hurry)

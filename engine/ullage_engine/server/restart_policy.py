@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+from ullage_common.config.engine import Device
+
+_CPU_MIN_BUSY_S = 2.0
+"""`min_busy_s` for engines on a CPU, where no kernel is compiled during a step."""
+
 
 @dataclass(frozen=True)
 class RestartPolicy:
@@ -51,13 +56,28 @@ class RestartPolicy:
     cores have no effect.
     """
     min_busy_s: float = 8.0
-    """Minimum CPU time in one step, in seconds, before a worker counts as hung."""
+    """Minimum CPU time in one step, in seconds, before a worker counts as hung.
+
+    On a GPU, a step with a new shape may first compile its kernels on the CPU.
+    """
     slow_start_steps: int = 16
     """Number of steps until a worker runs at full speed. Earlier steps may take twice as long."""
     stopped_after_s: float = 1.0
     """Seconds after which a worker stopped by a signal counts as hung, even if it has no work."""
     stop_grace_s: float = 3.0
     """Seconds between asking a worker to exit and killing it."""
+
+    @classmethod
+    def for_engine(cls, device: Device, step_deadline_s: float) -> "RestartPolicy":
+        """Return the limits for an engine on the given device.
+
+        Args:
+            device: the configured device. With "auto", it may be a GPU.
+            step_deadline_s: see the field of this name.
+        """
+        if device == "cpu":
+            return cls(step_deadline_s=step_deadline_s, min_busy_s=_CPU_MIN_BUSY_S)
+        return cls(step_deadline_s=step_deadline_s)
 
     def backoff(self, num_failures: int) -> float | None:
         """Return the delay in seconds before the next restart, or None if the engine gives up.

@@ -14,6 +14,18 @@ def test_backoff_starts_at_zero_doubles_and_ends() -> None:
     assert found == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0, None]
 
 
+def test_only_where_no_kernel_is_compiled_a_busy_step_counts_as_hung_early() -> None:
+    limits = [
+        RestartPolicy.for_engine(device, 30.0).busy_after_s(0.2, 100)
+        for device in ("cpu", "auto", "cuda")
+    ]
+    assert limits == [2.0, 8.0, 8.0]
+    cpu = RestartPolicy.for_engine("cpu", 30.0)
+    assert cpu.busy_after_s(0.2, 1) == 4.0
+    assert cpu.busy_after_s(5.0, 100) == 15.0
+    assert cpu.busy_after_s(20.0, 100) == 30.0
+
+
 def test_a_suspect_runs_alone_at_once_and_a_second_time_as_long_as_it_takes() -> None:
     policy = RestartPolicy(trial_s=5.0)
     assert [policy.runs_alone(deaths, 0.0) for deaths in range(4)] == [False, True, True, True]
