@@ -42,8 +42,13 @@ OOM_AFTER_STEPS = 0
 With 0, the next step fails, so that no fault is left for later requests.
 """
 
-Fault = Callable[[], Awaitable[None]]
+Fault = Callable[[], Awaitable[float]]
 """A function that injects a fault into the server, and returns once the fault has happened.
+
+Faults that last, such as a full disk, are over by then.
+
+Returns:
+    The time at which the server was hit, on the monotonic clock.
 
 Raises:
     TargetError: the fault cannot be injected into this server.
@@ -77,11 +82,12 @@ def process_faults(pid: int) -> Iterator[Mapping[str, Fault]]:
         processes.resume()
 
 
-async def _signal(processes: ServerProcesses, number: signal.Signals) -> None:
+async def _signal(processes: ServerProcesses, number: signal.Signals) -> float:
     await asyncio.to_thread(processes.send, number)
+    return time.monotonic()
 
 
-async def _exhaust_memory(processes: ServerProcesses) -> None:
+async def _exhaust_memory(processes: ServerProcesses) -> float:
     """Make the kernel OOM-kill the server's busiest process, by capping and using up its memory.
 
     The cap applies only to that process, so the kernel cannot kill any of the server's other
@@ -96,11 +102,12 @@ async def _exhaust_memory(processes: ServerProcesses) -> None:
             group.take(busiest or processes.pid)
             group.allow(FREE_BYTES)
             await asyncio.to_thread(group.kill_largest)
+            return time.monotonic()
         finally:
             group.release()
 
 
-async def _partition(processes: ServerProcesses) -> None:
+async def _partition(processes: ServerProcesses) -> float:
     """Drop the packets between the server's processes for PARTITION_S seconds.
 
     Raises:
@@ -112,7 +119,9 @@ async def _partition(processes: ServerProcesses) -> None:
             f"the processes of --pid {processes.pid} are not connected to each other by TCP"
         )
     with _needs_root("packets cannot be dropped"), dropped_packets(ports):
+        hit_at = time.monotonic()
         await asyncio.sleep(PARTITION_S)
+    return hit_at
 
 
 def disk_faults(folder: Path) -> Mapping[str, Fault]:
@@ -142,7 +151,7 @@ def _free_bytes(folder: Path) -> int:
     return stats.f_bfree * stats.f_frsize
 
 
-async def _fill_disk(folder: Path) -> None:
+async def _fill_disk(folder: Path) -> float:
     """Fill the folder's file system for FULL_DISK_S seconds.
 
     Raises:
@@ -153,13 +162,14 @@ async def _fill_disk(folder: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             await asyncio.to_thread(_fill, file.fileno())
-            until = time.monotonic() + FULL_DISK_S
-            while time.monotonic() < until:
+            hit_at = time.monotonic()
+            while time.monotonic() < hit_at + FULL_DISK_S:
                 # The server may have deleted files, whose space must not stay free.
                 await asyncio.to_thread(_fill, file.fileno())
                 await asyncio.sleep(0.1)
     except OSError as error:
         raise TargetError(f"--disk {folder}: {error.strerror}") from None
+    return hit_at
 
 
 def _fill(file: int) -> None:
@@ -179,7 +189,7 @@ def clock_faults() -> Mapping[str, Fault]:
     return {"a clock that jumps": _jump_clock}
 
 
-async def _jump_clock() -> None:
+async def _jump_clock() -> float:
     """Set this machine's clock forward by CLOCK_JUMP_S, and back after CLOCK_WRONG_S seconds.
 
     Raises:
@@ -187,10 +197,12 @@ async def _jump_clock() -> None:
     """
     with _needs_root("the clock cannot be set"):
         _shift_clock(CLOCK_JUMP_S)
+        hit_at = time.monotonic()
         try:
             await asyncio.sleep(CLOCK_WRONG_S)
         finally:
             _shift_clock(-CLOCK_JUMP_S)
+    return hit_at
 
 
 def _shift_clock(seconds: float) -> None:
@@ -221,7 +233,7 @@ def admin_faults(address: str) -> Mapping[str, Fault]:
     }
 
 
-async def _inject(address: str, kind: admin_pb2.FaultKind) -> None:
+async def _inject(address: str, kind: admin_pb2.FaultKind) -> float:
     request = admin_pb2.InjectFaultRequest(kind=kind, after_steps=OOM_AFTER_STEPS)
     async with grpc.aio.insecure_channel(address) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
@@ -229,6 +241,7 @@ async def _inject(address: str, kind: admin_pb2.FaultKind) -> None:
             await admin.InjectFault(request, timeout=ADMIN_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise TargetError(f"--admin {address}: {error.details()}") from None
+    return time.monotonic()
 
 
 def pod_faults(namespace: str, pod: str) -> Mapping[str, Fault]:
@@ -241,7 +254,7 @@ def pod_faults(namespace: str, pod: str) -> Mapping[str, Fault]:
     return {"death of the pod": partial(_delete_pod, namespace, pod)}
 
 
-async def _delete_pod(namespace: str, pod: str) -> None:
+async def _delete_pod(namespace: str, pod: str) -> float:
     command = ["kubectl", "--namespace", namespace, "delete", "pod", pod]
     options = ["--grace-period=0", "--force", "--wait=false"]
     try:
@@ -265,3 +278,4 @@ async def _delete_pod(namespace: str, pod: str) -> None:
     if process.returncode:
         # Force deletion prints a warning, too, so only the status tells a failure.
         raise TargetError(f"{' '.join(command)}: {error.decode().strip()}")
+    return time.monotonic()

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -184,9 +185,10 @@ def faulty(fault: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return the check `inject` with one fault, which is done to the fake server."""
 
     async def check(target: Target, server: Any, checks: Checks) -> None:
-        async def happen() -> None:
+        async def happen() -> float:
             await asyncio.sleep(0)
             fault(server)
+            return time.monotonic()
 
         await inject.run(target, ScenarioSettings(faults={"fault": happen}), checks)
 
@@ -197,8 +199,9 @@ def test_a_fault_after_the_streams_proves_nothing(
     checked: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check(target: Target, server: Any, checks: Checks) -> None:
-        async def late() -> None:
+        async def late() -> float:
             await asyncio.sleep(2.0)
+            return time.monotonic()
 
         await inject.run(target, ScenarioSettings(faults={"late": late}), checks)
 
@@ -213,11 +216,11 @@ def test_a_fault_after_the_streams_proves_nothing(
 
 def test_a_fault_that_cannot_be_made_here_is_skipped(checked: Checked) -> None:
     async def check(target: Target, server: Any, checks: Checks) -> None:
-        async def impossible() -> None:
+        async def impossible() -> float:
             raise TargetError("run as root")
 
-        async def harmless() -> None:
-            pass
+        async def harmless() -> float:
+            return time.monotonic()
 
         faults = {"impossible": impossible, "harmless": harmless}
         await inject.run(target, ScenarioSettings(faults=faults, num_faults=5), checks)
@@ -253,9 +256,10 @@ def marathon_of(fault: Callable[[Any], Any], num_faults: int = 3) -> Callable[..
     """Return the check of many faults, each of which is done to the fake server."""
 
     async def check(target: Target, server: Any, checks: Checks) -> None:
-        async def happen() -> None:
+        async def happen() -> float:
             await asyncio.sleep(0)
             fault(server)
+            return time.monotonic()
 
         settings = ScenarioSettings(faults={"fault": happen}, num_faults=num_faults)
         await marathon.run(target, settings, checks)
@@ -275,8 +279,8 @@ def test_many_faults_without_harm(checked: Checked) -> None:
 
 
 def test_pauses_are_shown_for_each_kind_of_fault(checked: Checked) -> None:
-    async def happen() -> None:
-        await asyncio.sleep(0)
+    async def happen() -> float:
+        return time.monotonic()
 
     async def check(target: Target, server: Any, checks: Checks) -> None:
         settings = ScenarioSettings(faults={"first": happen, "second": happen}, num_faults=6)

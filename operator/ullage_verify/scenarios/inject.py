@@ -34,14 +34,14 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         settings.progress(name)
         try:
             async with bystanders(target, reference) as crowd:
-                await fault()
-                crowd.disturbed_at = happened_at = time.monotonic()
+                hit_at = await fault()
+                crowd.disturbed_at = hit_at
         except TargetError as error:
             checks.skip(name, str(error))
             continue
         possible[name] = fault
         crowd.check(checks, name, MAX_GAP_S)
-        if not await _check_back(target, checks, name, happened_at):
+        if not await _check_back(target, checks, name, hit_at):
             checks.skip("all later faults", "the server did not come back")
             return
         await asyncio.sleep(SETTLE_S)
@@ -61,14 +61,11 @@ async def _in_a_row(
     for number in range(NUM_IN_A_ROW):
         settings.progress(f"{name}, {number + 1} of {NUM_IN_A_ROW}")
         try:
-            await fault()
+            hit_at = await fault()
         except TargetError as error:
             checks.skip(f"{name}, {NUM_IN_A_ROW} times in a row", str(error))
             return
-        happened_at = time.monotonic()
-        if not await _check_back(
-            target, checks, f"{name}, time {number + 1} in a row", happened_at
-        ):
+        if not await _check_back(target, checks, f"{name}, time {number + 1} in a row", hit_at):
             return
 
 

@@ -139,28 +139,32 @@ async def _make_faults(settings: ScenarioSettings, marathon: Marathon) -> bool:
         await asyncio.sleep(chooser.uniform(*PAUSE_S))
         name = chooser.choice(names)
         settings.progress(f"fault {number + 1} of {settings.num_faults}: {name}")
-        if not await _made(settings.faults[name]):
+        hit_at = await _hit(settings.faults[name])
+        if hit_at is None:
             return False
-        happened_at = time.monotonic()
-        marathon.faults.append((name, happened_at))
-        while marathon.last_text_at <= happened_at:
-            if time.monotonic() > happened_at + PATIENCE_S:
+        marathon.faults.append((name, hit_at))
+        over_at = time.monotonic()
+        while marathon.last_text_at <= over_at:
+            if time.monotonic() > over_at + PATIENCE_S:
                 return False
             await asyncio.sleep(POLL_S)
     return True
 
 
-async def _made(fault: Fault) -> bool:
-    """Inject a fault, retrying until the server accepts it. Return False on timeout."""
+async def _hit(fault: Fault) -> float | None:
+    """Inject a fault, retrying until the server accepts it.
+
+    Returns:
+        The time at which the server was hit, on the monotonic clock, or None if it was not hit
+        within PATIENCE_S.
+    """
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         try:
-            await fault()
+            return await fault()
         except TargetError:
             await asyncio.sleep(RETRY_S)
-        else:
-            return True
-    return False
+    return None
 
 
 def _check(checks: Checks, marathon: Marathon) -> None:
