@@ -16,7 +16,7 @@ if (($#)); then
 fi
 
 lanes=(faults rollouts others)
-faults=(serving drift faults)
+faults=(serving drift faults marathon)
 rollouts=(rollout tls)
 others=(wrong_manifests lifecycle extensions model_cache image_volume scaling drain)
 

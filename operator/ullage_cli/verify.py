@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ullage_cli.server_url import add_report_files, add_target, server_url, write_reports
+from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
 from ullage_verify import report as reports
 from ullage_verify.client import SILENCE_S, OpenAIClient
@@ -19,6 +20,7 @@ from ullage_verify.faults import (
     admin_faults,
     clock_faults,
     disk_faults,
+    node_faults,
     pod_faults,
     process_faults,
 )
@@ -36,7 +38,7 @@ HELP = """scenarios:
   large      prompts above the threshold, and their route
   shift      short prompts, long ones, and short ones again
   soak       four conversations for some minutes
-  inject     faults in the middle of answers (needs --pid, --pod, --admin, --disk or --clock)
+  inject     faults in the middle of answers (needs a fault such as --pid or --pod)
   all        all of them, in this order
 
 examples:
@@ -46,7 +48,8 @@ examples:
   ullage verify inject http://127.0.0.1:8000 --disk /var/lib/ullage/kv --clock
   ullage verify oom http://127.0.0.1:8080 --context 4096 --json oom.json --svg oom.svg
   ullage verify soak chat --namespace prod --minutes 30
-  ullage verify inject chat --namespace prod --pod chat-single-0
+  ullage verify inject chat --namespace prod --pod chat-single-0 --pod chat-single-1 \
+      --pod ullage:app.kubernetes.io/component=operator --node node-3 --faults 100
 
 The server may be any that has OpenAI's API. A criterion that the server's pages cannot decide is
 skipped with its reason. Set ULLAGE_API_KEY if the server needs a key.
@@ -90,7 +93,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--pid", type=positive, help="first process of the server here, which may be harmed"
     )
-    parser.add_argument("--pod", help="pod of an engine, which may be deleted")
+    parser.add_argument(
+        "--pod",
+        action="append",
+        default=[],
+        metavar="[NAMESPACE:]NAME|LABEL=VALUE",
+        help="pod that may be deleted, such as an engine or the operator (repeat for several)",
+    )
+    parser.add_argument(
+        "--node", help="node from which the service's engines may be evicted; needs a SERVICE"
+    )
     parser.add_argument(
         "--admin", metavar="HOST:PORT", help="gRPC address of an engine that may inject faults"
     )
@@ -199,6 +211,8 @@ def _faults(options: argparse.Namespace) -> Iterator[Mapping[str, Fault]]:
     """
     if options.pod and not options.namespace:
         raise TargetError("--pod needs --namespace")
+    if options.node and (not options.namespace or "://" in options.target):
+        raise TargetError("--node needs --namespace and the name of an LLMService")
     faults: dict[str, Fault] = {}
     with contextlib.ExitStack() as stack:
         if options.pid:
@@ -207,6 +221,9 @@ def _faults(options: argparse.Namespace) -> Iterator[Mapping[str, Fault]]:
             faults |= admin_faults(options.admin)
         if options.pod:
             faults |= pod_faults(options.namespace, options.pod)
+        if options.node:
+            engines = naming.selector_text(naming.selector(options.target, naming.ENGINE))
+            faults |= node_faults(options.namespace, options.node, engines)
         if options.disk:
             faults |= disk_faults(options.disk)
         if options.clock:

@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,9 @@ GROUP = f"ullage-verify-{os.getpid()}"
 """Name of the control group that caps a process's memory."""
 FREE_BYTES = 128 << 20
 """Bytes by which the control group's limit exceeds its use before the group is filled."""
-DELETE_TIMEOUT_S = 60.0
+KUBECTL_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S = 30.0
+"""Longest time for which pods are evicted from a node, in seconds."""
 ADMIN_TIMEOUT_S = 10.0
 PARTITION_S = 3.0
 """Number of seconds for which the packets between a server's processes are dropped."""
@@ -244,38 +246,72 @@ async def _inject(address: str, kind: admin_pb2.FaultKind) -> float:
     return time.monotonic()
 
 
-def pod_faults(namespace: str, pod: str) -> Mapping[str, Fault]:
-    """Return the faults that kubectl can inject into a pod, by name.
+def pod_faults(namespace: str, pods: Iterable[str]) -> Mapping[str, Fault]:
+    """Return the faults that kubectl can inject into pods, by name.
 
     Args:
-        namespace: namespace of the pod.
-        pod: name of an engine's pod.
+        namespace: namespace of the pods that do not name theirs.
+        pods: names of pods, or labels as NAME=VALUE, each with an optional NAMESPACE: before it.
     """
-    return {"death of the pod": partial(_delete_pod, namespace, pod)}
+    return {f"death of the pod {pod}": partial(_delete_pod, namespace, pod) for pod in pods}
 
 
-async def _delete_pod(namespace: str, pod: str) -> float:
-    command = ["kubectl", "--namespace", namespace, "delete", "pod", pod]
-    options = ["--grace-period=0", "--force", "--wait=false"]
+async def _delete_pod(default_namespace: str, pod: str) -> float:
+    namespace, _, name = pod.rpartition(":")
+    which = ["--selector", name] if "=" in name else [name]
+    # Force deletion prints a warning, too, so only the status tells a failure.
+    force = ["--grace-period=0", "--force", "--wait=false"]
+    await _kubectl(namespace or default_namespace, "delete", "pod", *which, *force)
+    return time.monotonic()
+
+
+def node_faults(namespace: str, node: str, selector: str) -> Mapping[str, Fault]:
+    """Return the faults that kubectl can inject into a node, by name.
+
+    Args:
+        namespace: namespace of the service.
+        node: name of the node.
+        selector: labels of the pods that may be evicted.
+    """
+    return {f"drain of the node {node}": partial(_drain, namespace, node, selector)}
+
+
+async def _drain(namespace: str, node: str, selector: str) -> float:
+    """Evict pods from a node for at most DRAIN_TIMEOUT_S seconds, and then uncordon it."""
+    hit_at = time.monotonic()
+    limits = [f"--pod-selector={selector}", f"--timeout={DRAIN_TIMEOUT_S:g}s"]
+    try:
+        # On the last node, the disruption budget keeps an engine where it is, and time runs out.
+        with contextlib.suppress(TargetError):
+            await _kubectl(
+                namespace, "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", *limits
+            )
+    finally:
+        await _kubectl(namespace, "uncordon", node)
+    return hit_at
+
+
+async def _kubectl(namespace: str, *arguments: str) -> None:
+    """Run kubectl.
+
+    Raises:
+        TargetError: kubectl is missing, fails, or does not end within KUBECTL_TIMEOUT_S.
+    """
+    command = ["kubectl", "--namespace", namespace, *arguments]
     try:
         process = await asyncio.create_subprocess_exec(
-            *command,
-            *options,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
+            *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
         )
     except FileNotFoundError:
         raise TargetError("kubectl is missing; install it to make faults in a cluster") from None
 
     try:
-        _, error = await asyncio.wait_for(process.communicate(), DELETE_TIMEOUT_S)
+        _, error = await asyncio.wait_for(process.communicate(), KUBECTL_TIMEOUT_S)
     except TimeoutError:
-        raise TargetError(f"{' '.join(command)}: no answer in {DELETE_TIMEOUT_S:g} s") from None
+        raise TargetError(f"{' '.join(command)}: no answer in {KUBECTL_TIMEOUT_S:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode:
-        # Force deletion prints a warning, too, so only the status tells a failure.
         raise TargetError(f"{' '.join(command)}: {error.decode().strip()}")
-    return time.monotonic()

@@ -73,6 +73,7 @@ def test_a_failure_is_status_1(fake_server: Fake, capsys: pytest.CaptureFixture[
         (["URL"], {"states_context": False}, "does not state its context; give it with --context"),
         (["URL", "--pid", "4194304"], {}, "--pid 4194304: no such process"),
         (["URL", "--pod", "chat-0"], {}, "--pod needs --namespace"),
+        (["URL", "--node", "a", "-n", "b"], {}, "--node needs --namespace and the name of an LLM"),
         (["URL"], {"max_running": 0}, "a short request failed (429)"),
         (["URL", "--svg", "/nonexistent/a"], {}, "/nonexistent/a: No such file"),
     ],

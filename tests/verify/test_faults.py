@@ -19,6 +19,7 @@ from ullage_verify.faults import (
     admin_faults,
     clock_faults,
     disk_faults,
+    node_faults,
     pod_faults,
     process_faults,
 )
@@ -308,7 +309,7 @@ def test_a_pod_is_deleted_by_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kubectl.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\n')
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    fault = pod_faults("prod", "chat-single-0")["death of the pod"]
+    fault = pod_faults("prod", ["chat-single-0"])["death of the pod chat-single-0"]
     asyncio.run(_happen(fault))
     said = (tmp_path / "said").read_text()
     assert said.startswith("--namespace prod delete pod chat-single-0 --grace-period=0 --force")
@@ -318,14 +319,47 @@ def test_a_pod_is_deleted_by_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyP
         asyncio.run(_happen(fault))
 
 
+def kubectl_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """Put a kubectl on PATH that records its arguments, and return the file with them."""
+    said = tmp_path / "said"
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\necho "$@" >> {said}\n{script}\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return said
+
+
+def test_pods_may_have_a_namespace_and_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = kubectl_that(tmp_path, monkeypatch, "")
+    for fault in pod_faults("prod", ["other:chat-0", "ops:part=operator"]).values():
+        asyncio.run(_happen(fault))
+    first, second = said.read_text().splitlines()
+    assert first.startswith("--namespace other delete pod chat-0 ")
+    assert second.startswith("--namespace ops delete pod --selector part=operator ")
+
+
+def test_a_drained_node_is_uncordoned_even_if_a_pod_must_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = kubectl_that(tmp_path, monkeypatch, 'test "$3" = uncordon')
+    fault = node_faults("prod", "node-3", "part=engine")["drain of the node node-3"]
+    asyncio.run(_happen(fault))
+    drain, uncordon = said.read_text().splitlines()
+    assert drain.startswith("--namespace prod drain node-3 ")
+    assert "--pod-selector=part=engine" in drain
+    assert uncordon == "--namespace prod uncordon node-3"
+
+
 def test_a_kubectl_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("ullage_verify.faults.DELETE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("ullage_verify.faults.KUBECTL_TIMEOUT_S", 0.5)
     with pytest.raises(TargetError, match=r"no answer in 0\.5 s"):
-        asyncio.run(_happen(pod_faults("prod", "chat-single-0")["death of the pod"]))
+        asyncio.run(_happen(pod_faults("prod", ["chat-0"])["death of the pod chat-0"]))
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
@@ -345,4 +379,4 @@ def test_memory_that_cannot_be_filled_is_no_kill(
 def test_kubectl_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(TargetError, match="kubectl is missing"):
-        asyncio.run(_happen(pod_faults("a", "b")["death of the pod"]))
+        asyncio.run(_happen(pod_faults("a", ["b"])["death of the pod b"]))
