@@ -59,6 +59,11 @@ BENCHMARKS = {
         "half an hour of conversations with KV tiers: flat memory, bounded files, cache hits",
         "--minutes 30 --plot soak.svg",
     ),
+    "settings": Benchmark(
+        "settings",
+        "goodput of the default settings next to static ones while prompts change their length",
+        "--rounds 2",
+    ),
     "tiers": Benchmark(
         "tiers.benchmark",
         "bandwidth of KV tiers, time to first token by tier, and the overhead of tiers",

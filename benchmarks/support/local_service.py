@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ async def service_up(
     max_kv: str,
     tiers: dict[str, Any],
     is_deterministic: bool = False,
+    batching: Mapping[str, Any] = {},
 ) -> AsyncIterator[Service]:
     """Run a service until the block ends. No benchmark's requests reach the service's limits.
 
@@ -90,7 +91,7 @@ async def service_up(
         SystemExit: the service does not start, or does not stop within a minute.
     """
     path = folder / "service.yaml"
-    path.write_text(yaml.safe_dump(_manifest(max_kv, tiers, is_deterministic)))
+    path.write_text(yaml.safe_dump(_manifest(max_kv, tiers, is_deterministic, batching)))
     state_file = folder / "state.json"
     state_file.unlink(missing_ok=True)
     starting = asyncio.ensure_future(asyncio.to_thread(start, path, state_file))
@@ -111,7 +112,9 @@ def _ended(process: subprocess.Popen[bytes]) -> None:
         raise SystemExit(f"error: ullage up did not stop within {STOP_S:g} s") from None
 
 
-def _manifest(max_kv: str, tiers: dict[str, Any], is_deterministic: bool) -> dict[str, Any]:
+def _manifest(
+    max_kv: str, tiers: dict[str, Any], is_deterministic: bool, batching: Mapping[str, Any]
+) -> dict[str, Any]:
     return {
         "apiVersion": "serving.ullage.dev/v1alpha1",
         "kind": "LLMService",
@@ -133,6 +136,7 @@ def _manifest(max_kv: str, tiers: dict[str, Any], is_deterministic: bool) -> dic
                 "largeRequestTokens": 8192,
                 "queue": {"maxRequests": 64, "timeout": "120s"},
             },
+            "batching": dict(batching),
             "limits": {"maxOutputTokens": 1024, "requestTimeout": "300s"},
             "slo": {"ttftP95": "300s", "e2eP95": "600s"},
         },
