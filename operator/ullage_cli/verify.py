@@ -26,7 +26,7 @@ from ullage_verify.faults import (
 )
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.run import SCENARIOS, VerifyReport, verify
-from ullage_verify.scenarios.settings import ScenarioSettings
+from ullage_verify.scenarios.settings import DEFAULT_TTFT_S, ScenarioSettings
 from ullage_verify.target import TargetError, describe
 
 INTERRUPTED = 130
@@ -79,9 +79,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--ttft",
         type=seconds,
-        default=ScenarioSettings.ttft_s,
         metavar="SECONDS",
-        help=f"objective for the first token under overload, p95 ({ScenarioSettings.ttft_s:g})",
+        help="objective for the first token under overload, p95 (default: the service's own, or "
+        f"{DEFAULT_TTFT_S:g})",
     )
     parser.add_argument(
         "--large-tokens",

@@ -85,6 +85,7 @@ def probed(check: Callable[..., Any], **behaviour: Any) -> Callable[..., Any]:
         ({"retry_after": "9999"}, "every refusal says when to return"),
         ({"max_running": 0}, "every client is served in the end"),
         ({"max_running": 1}, "most refused clients are accepted when they return"),
+        ({"ttft_objective_s": 0.0001}, "p95 of the first token of accepted requests"),
     ],
 )
 def test_overload(

@@ -214,6 +214,10 @@ class RouterService:
                 "count": num_kinds(self.engines.numerics().values()),
                 "differing": self.engines.differences(),
             },
+            "objectives": {
+                "ttft_p95_s": self.config.slo.ttft_p95,
+                "e2e_p95_s": self.config.slo.e2e_p95,
+            },
             "inflight": self.pipeline.inflight,
             "queue": {
                 "waiting": len(self.queue),

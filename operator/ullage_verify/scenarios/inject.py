@@ -25,9 +25,7 @@ SETTLE_S = 3.0
 async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Inject each fault while three streams run, and then one fault three times in a row."""
     if not settings.faults:
-        checks.skip(
-            "faults", "none may be made; give an option such as --pid or --pod"
-        )
+        checks.skip("faults", "none may be made; give an option such as --pid or --pod")
         return
 
     reference = await undisturbed(target)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from ullage_verify.faults import Fault
 from ullage_verify.processes import ServerProcesses
 
+DEFAULT_TTFT_S = 7.0
+
 
 @dataclass(frozen=True)
 class ScenarioSettings:
@@ -15,8 +17,11 @@ class ScenarioSettings:
     """Duration of the soak scenario in minutes. The shift scenario takes half as long."""
     large_tokens: int = 8_000
     """Prompt size, in tokens, from which Ullage routes a request to the large pool."""
-    ttft_s: float = 7.0
-    """Maximum 95th percentile, in seconds, of the TTFT of accepted requests under overload."""
+    ttft_s: float | None = None
+    """Maximum 95th percentile, in seconds, of the TTFT of accepted requests under overload.
+
+    If None, the server's own objective applies, or DEFAULT_TTFT_S if it reports none.
+    """
     num_faults: int = 0
     """Number of faults to inject at random times, after each fault has been injected once."""
     faults: Mapping[str, Fault] = field(default_factory=dict)

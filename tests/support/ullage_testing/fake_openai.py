@@ -37,6 +37,8 @@ class Behaviour:
     dies_of_logprobs: bool = False
     keeps_vanished: bool = False
     """Whether requests of vanished clients are counted as running forever."""
+    ttft_objective_s: float = 60.0
+    """Objective for the time to the first token that /stats reports, in seconds."""
     leaked_bytes: int = 0
     """Free memory, of 1,000 bytes, that each request costs for good."""
     large_route: str = "tp2pp2"
@@ -104,7 +106,10 @@ class FakeServer:
         engines = [engine]
         if self.behaviour.has_large_pool:
             engines.append(engine | {"pool": "large", "route": "tp2pp2", "requests_running": 0})
-        return web.json_response({"engines": engines, "latest": self.latest[::-1]})
+        objectives = {"ttft_p95_s": self.behaviour.ttft_objective_s}
+        return web.json_response(
+            {"engines": engines, "objectives": objectives, "latest": self.latest[::-1]}
+        )
 
     async def metrics(self, _: web.Request) -> web.Response:
         size = (100 << 20) + self.behaviour.grows_bytes * self.requests
