@@ -158,8 +158,11 @@ def shared_memory_of(server: ServerSection, node: int = 0) -> SharedMemory:
 
 
 def _is_running(record: _Record) -> bool:
+    """Return whether the recorded process still runs. A zombie has exited and maps nothing."""
     try:
-        return bool(psutil.Process(record.pid).create_time() == record.created)
+        process = psutil.Process(record.pid)
+        is_same = process.create_time() == record.created
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

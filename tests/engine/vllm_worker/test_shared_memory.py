@@ -83,6 +83,13 @@ def test_the_next_start_removes_what_a_killed_one_mapped(tmp_path: Path, run: Ru
     assert names(tmp_path) == set()
 
 
+def test_a_killed_process_that_nobody_has_waited_for_has_ended(tmp_path: Path, run: Run) -> None:
+    process = run(ENGINE, tmp_path, "one", "psm_one")
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert SharedMemory("one", tmp_path).sweep() == ["psm_one"]
+
+
 def test_files_that_no_start_of_the_engine_recorded_stay(tmp_path: Path, run: Run) -> None:
     # Of another engine, and of a program that has only just written it or closed it for a while.
     kill(run(ENGINE, tmp_path, "other", "psm_other"))
