@@ -107,7 +107,7 @@ def test_adapters_are_edited_while_a_service_runs(
         },
         "memory": {
             "deviceBytes": "4Gi",
-            "threshold": 1.0,
+            "thresholdPercent": 100,
             "safetyReserve": 0,
             "maxKV": "64Mi",
             "maxLoras": 1,

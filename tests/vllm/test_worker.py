@@ -346,7 +346,10 @@ def test_what_vllm_refuses_fails_alone_with_its_field(worker: WorkerProcess) -> 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "argument": ({"vllm": {"args": {"block_sizes": 32}}}, "block_sizes"),
-    "quantization": ({"model": {"quantization": "int8"}}, "model.quantization: int8"),
+    "quantization": (
+        {"model": {"quantization": "int8"}},
+        "model.quantization: only the native engine has int8",
+    ),
     "deterministic": ({"model": {"deterministic": True}}, "model.deterministic"),
     "host": ({"memory": {"host_kv": 1 << 20}}, "memory.host_kv"),
     "ranks": ({"gpus": 2}, "parallelism: tensor 1 times pipeline 1 is not gpus 2"),
