@@ -7,6 +7,7 @@ phases, `warm_up` and `finalize`, the ranks compute together.
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -70,6 +71,7 @@ from ullage_engine.worker.fingerprint import (
     yes_or_no,
 )
 from ullage_engine.worker.rank_group import Report
+from ullage_engine.worker.step_costs import StepCosts, costs_key, leave_costs, read_costs
 from ullage_kv import Arena, namespace
 
 log = logging.getLogger("ullage.engine.worker")
@@ -474,13 +476,7 @@ class RankStartup:
         if self.config.cuda_graphs:
             log.info("%d steps of decodes are CUDA graphs", self.runner.num_graphs)
 
-        seconds = self.runner.measure_context_seconds()
-        if seconds > 0:
-            self.decode_tokens = max(GATHER_TOKENS, round(_DECODE_READ_S / seconds))
-        if self.rank == 0:
-            log.info("a step's decodes read at most %d tokens of context", self.decode_tokens)
-        self._measure_prompts()
-
+        self._apply_costs(self._step_costs())
         self.proof = take_proof(
             self.runner, self.loaded.tensors, self.proof_tolerance, verifies=verifies
         )
@@ -507,12 +503,40 @@ class RankStartup:
         seconds = time.monotonic() - began
         log.info("weights in memory have the checksums of their file, %.1f s", seconds)
 
-    def _measure_prompts(self) -> None:
-        """Measure the cost of prompt tokens, and derive how many of them a step may compute."""
+    def _step_costs(self) -> StepCosts:
+        """Return the costs of steps, as measured by an earlier worker of this server or now.
+
+        Only an engine without a group reuses them, because ranks must measure together. Without the
+        C++ library, the measured steps also allocate memory that belongs into the ledger.
+        """
+        is_reusable = self.layout.world == 1 and not self.library_refusal
+        run_dir = Path(self.config.server.run_dir)
+        key = costs_key(self.loaded.key, os.getppid()) if is_reusable else ""
+        if costs := read_costs(run_dir, key):
+            log.info("the costs of steps are those that the last worker measured")
+            return costs
+
+        measured = min(_LEAST_CHUNK_TOKENS, self.limits.prompt_tokens)
+        costs = StepCosts(
+            decode_context_s=self.runner.measure_context_seconds(),
+            prompt_token_s=self.runner.measure_prompt_seconds(measured) / measured,
+            prompt_context_s=self._measure_context(),
+        )
+        if key:
+            leave_costs(run_dir, key, costs)
+        return costs
+
+    def _apply_costs(self, costs: StepCosts) -> None:
+        """Derive from costs how many tokens a step may read and compute."""
+        if costs.decode_context_s > 0:
+            tokens = round(_DECODE_READ_S / costs.decode_context_s)
+            self.decode_tokens = max(GATHER_TOKENS, tokens)
+        if self.rank == 0:
+            log.info("a step's decodes read at most %d tokens of context", self.decode_tokens)
+
         most = self.limits.prompt_tokens
-        measured = min(_LEAST_CHUNK_TOKENS, most)
-        token_s = self.runner.measure_prompt_seconds(measured) / measured
-        context_s = self._measure_context()
+        token_s = costs.prompt_token_s
+        context_s = costs.prompt_context_s
 
         # The size of chunks is free if it changes no answer and is not configured.
         is_free = self.config.batching.prefill_chunk_tokens is None and not self.library_refusal
