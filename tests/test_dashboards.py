@@ -86,7 +86,7 @@ def test_rates_fit_the_screen_and_every_variable_is_a_choice(subtests: pytest.Su
         with subtests.test(name):
             variables = {each["name"] for each in page["templating"]["list"]}
             expressions = [t["expr"] for panel in pictures(page) for t in panel["targets"]]
-            used = set(re.findall(r"\$(\w+)", " ".join(expressions))) - {"__rate_interval"}
+            used = set(re.findall(r"\$([a-z_]\w*)", " ".join(expressions))) - {"__rate_interval"}
             assert used <= variables - {"datasource"}
             assert used
             for expression in expressions:
