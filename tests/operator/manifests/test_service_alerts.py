@@ -20,6 +20,7 @@ from ullage_operator.planning.plan import plan
 from ullage_router import metric_names as router_names
 
 RUNBOOK = Path(__file__).parents[3] / "docs" / "runbooks" / "service.md"
+LIVE = Path(__file__).parents[2] / "observability"
 OF_ENGINES = {
     "UllageEnginesUneven",
     "UllageOutputLengthsDrift",
@@ -378,6 +379,14 @@ def test_every_alert_has_its_section_and_every_section_its_alert(make_groups):
     for name, alert in alerts.items():
         assert alert["annotations"]["runbook_url"] == f"docs/runbooks/service.md#{name.lower()}"
         assert all(alert["annotations"][each].endswith(".") for each in ("summary", "description"))
+
+
+def test_the_runbook_names_every_alert_that_no_real_fault_has_fired(make_groups):
+    fired = set()
+    for path in LIVE.glob("test_*_faults.py"):
+        fired |= set(re.findall(r'"(Ullage\w+)"', path.read_text()))
+    preface = RUNBOOK.read_text().partition("\n## ")[0]
+    assert set(re.findall(r"\bUllage\w+", preface)) == alerts_of(make_groups()).keys() - fired
 
 
 def test_runbooks_may_be_elsewhere(make_groups):
