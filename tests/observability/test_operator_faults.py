@@ -71,20 +71,23 @@ def test_an_api_server_that_refuses_forbids_and_lingers(
             api.drop_watches()
 
         def refuse() -> None:
-            refusals.append(api.inject("PATCH", "statefulsets", 500, times=1_000_000))
+            faults.append(api.inject("PATCH", "statefulsets", 500, times=1_000_000))
             resize(world, 2)
 
         def linger() -> None:
             kinds = "deployments|statefulsets|configmaps"
-            api.inject("PATCH", kinds, 200, times=20, delay_s=3.0)
+            faults.append(api.inject("PATCH", kinds, 200, times=20, delay_s=3.0))
             resize(world, 3)
 
-        refusals: list[Fault] = []
+        faults: list[Fault] = []
         make(forbid, prometheus, "UllageWatchFails")
         api.grant("watch", "pods")
         make(refuse, prometheus, "UllageReconcileFails")
-        refusals[0].times = 0
+        faults[0].times = 0
         make(linger, prometheus, "UllageReconcileSlow")
+        faults[1].times = 0
+        told = operator.reconciled()
+        until(lambda: operator.reconciled() > told + 2, "the operator waits for nothing")
         make(operator.stop, prometheus, "UllageOperatorAbsent")
 
 
