@@ -37,6 +37,11 @@ REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960, 1920, 7680),
 )
+# Those of vLLM, which end at the longest text of its model.
+LENGTH_BUCKETS = (
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 2_000.0, 5_000.0),
+    *(10_000.0, 20_000.0, 50_000.0, 100_000.0),
+)
 
 ENGINE = ("model_name", "engine")
 """Labels of every time series. `engine` is always 0, like the index of vLLM's first engine."""
@@ -73,6 +78,11 @@ PER_TOKEN = _histogram(
 E2E = _histogram(
     "ullage_e2e_request_latency_seconds", "From acceptance to the last token", REQUEST_BUCKETS
 )
+OUTPUT_LENGTH = _histogram(
+    "ullage_request_generation_tokens",
+    "Tokens of an answer that ended by itself or at its limit",
+    LENGTH_BUCKETS,
+)
 DEGRADED = _counter(
     "ullage_engine_degraded_requests",
     "Answers begun that were given less than was asked for, because memory was short",
@@ -95,6 +105,13 @@ RANK_LAYERS = _gauge(
     "ullage_rank_layers",
     "Layers of each rank: the device map",
     *("rank", "stage", "tensor_rank", "device", "first_layer"),
+)
+WORKER_CPU = _counter(
+    "ullage_worker_cpu_seconds", "CPU time of the workers and their ranks, as seen at scrapes"
+)
+CPU_WAITING = _counter(
+    "ullage_cpu_waiting_seconds",
+    "Time in which some thread of the container waited for a core; without cgroup v2 of the node",
 )
 BLOCK_TOKENS = _gauge("ullage_kv_block_size_tokens", "Tokens of one block")
 BLOCKS = _gauge("ullage_kv_blocks", "Blocks of the KV pool")
@@ -391,6 +408,7 @@ VLLM_NAMES: dict[MetricName, str] = {
     INTER_TOKEN: "vllm:inter_token_latency_seconds",
     PER_TOKEN: "vllm:request_time_per_output_token_seconds",
     E2E: "vllm:e2e_request_latency_seconds",
+    OUTPUT_LENGTH: "vllm:request_generation_tokens",
     QUEUE_TIME: "vllm:request_queue_time_seconds",
     STEP_TOKENS_SEEN: "vllm:iteration_tokens_total",
 }

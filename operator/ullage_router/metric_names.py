@@ -72,6 +72,11 @@ CACHED_TOKENS = CounterName(
     ("tier",),
 )
 
+CPU_WAITING = CounterName(
+    "ullage_router_cpu_waiting_seconds",
+    "Time in which some thread of the container waited for a core; without cgroup v2 of the node",
+)
+
 # waiting -----------------------------------------------------------------------------------------
 
 QUEUE_REQUESTS = GaugeName("ullage_router_queue_requests", "Requests waiting for memory")

@@ -2,6 +2,7 @@
 
 from ullage_dashboards.model import (
     ENGINES,
+    INTERVAL,
     LLMSERVICE,
     NAMESPACE,
     POD,
@@ -22,6 +23,8 @@ STEP = "ullage_step_seconds"
 SEQUENCES = "ullage_step_sequences"
 INTER_TOKEN = "ullage_inter_token_latency_seconds"
 GENERATED = "ullage_generation_tokens_total"
+WORKER_CPU = "ullage_worker_cpu_seconds_total"
+USED = "ullage_kv_used_ratio"
 HITS = "ullage_prefix_cache_hits_tokens_total"
 LOOKED_UP = "ullage_prefix_cache_queries_tokens_total"
 FAILURE = "a tier that fails"
@@ -32,6 +35,12 @@ PEERS = "memory.tiers.remote"
 def per_engine(name: str) -> Query:
     """Return the query for a gauge, with one series per engine."""
     return gauge(name, "pod", ENGINES)
+
+
+def over_mean(legend: str, name: str) -> Query:
+    """Return the query for the largest value of a gauge among engines, divided by the mean."""
+    largest, mean_value = (f"{how}({name}{{{ENGINES}}})" for how in ("max", "avg"))
+    return Query(legend, f"{largest} / ({mean_value} > 0)", needs="requests that run")
 
 
 def all_of(counter: str, by: str = "", needs: str = "") -> Query:
@@ -52,7 +61,7 @@ MEMORY = Row(
             "KV in use",
             "Share of the KV pool in use. Near 1 is good as long as no sequences are preempted.",
             "percentunit",
-            [per_engine("ullage_kv_used_ratio")],
+            [per_engine(USED)],
             most=1,
         ),
         Panel(
@@ -207,6 +216,52 @@ LATENCY = Row(
         ),
     ],
 )
+BALANCE = Row(
+    "Balance and CPU",
+    [
+        Panel(
+            "Running by engine",
+            "Sequences in the batch of each engine. An alert compares the engines of a pool.",
+            "none",
+            [per_engine("ullage_requests_running")],
+        ),
+        Panel(
+            "Tokens by engine",
+            "Generated tokens a second of each engine.",
+            "none",
+            [all_of(GENERATED, "pod")],
+        ),
+        Panel(
+            "Busiest engine over the mean",
+            "Load of the busiest engine divided by the mean of all, by running sequences and by "
+            "KV in use. 1 is perfect balance. 2 means that one engine has twice its share.",
+            "none",
+            [over_mean("sequences", "ullage_requests_running"), over_mean("KV", USED)],
+        ),
+        Panel(
+            "CPU of engines",
+            "CPU time a second of each engine's server and of its worker with all ranks.",
+            "none",
+            [
+                Query(
+                    "{{pod}} server",
+                    f"sum by (pod) (rate(process_cpu_seconds_total{{{ENGINES}}}[{INTERVAL}]) "
+                    f"and on (pod) ullage_requests_running{{{ENGINES}}})",
+                ),
+                Query("{{pod}} worker", summed_rate(WORKER_CPU, ENGINES, "pod")),
+            ],
+        ),
+        Panel(
+            "Waiting for a core",
+            "Share of time in which some thread of the engine waited for a core. Without cgroup v2 "
+            "the threads are those of the whole node. Above the line an alert fires.",
+            "percentunit",
+            [all_of("ullage_cpu_waiting_seconds_total", "pod")],
+            lines=(0.5,),
+            most=1,
+        ),
+    ],
+)
 PRESSURE = Row(
     "Preemption and caches",
     [
@@ -322,7 +377,7 @@ ENGINE = Dashboard(
     "Ullage / Engine",
     "Memory, batches and latency of engines, and what keeps them from their work.",
     [NAMESPACE, LLMSERVICE, POD],
-    [MEMORY, STEPS, LATENCY, PRESSURE, TROUBLE],
+    [MEMORY, STEPS, LATENCY, BALANCE, PRESSURE, TROUBLE],
 )
 
 

@@ -2,6 +2,7 @@
 
 from ullage_dashboards.model import (
     ENGINES,
+    INTERVAL,
     LLMSERVICE,
     NAMESPACE,
     Dashboard,
@@ -15,6 +16,14 @@ from ullage_dashboards.model import (
 
 A_GPU = "a GPU"
 OF_GPUS = 'engine_pod=~"$pod"'
+
+SM_ACTIVE = f"ullage:gpu_sm_active:ratio{{{OF_GPUS}}}"
+POWER = f"sum by (engine_pod) (ullage:gpu_power:watts{{{OF_GPUS}}})"
+TOKENS = (
+    f"sum by (engine_pod) (label_replace(rate(ullage_generation_tokens_total{{{ENGINES}}}"
+    f'[{INTERVAL}]), "engine_pod", "$1", "pod", "(.+)"))'
+)
+"""PromQL for an engine's generated tokens a second, with the exporter's name for its pod."""
 
 
 def gpu(measure: str, legend: str = "{{engine_pod}} {{gpu}}") -> Query:
@@ -67,6 +76,21 @@ GPU = Dashboard(
                     most=1,
                 ),
                 Panel(
+                    "Most and least busy GPU of an engine",
+                    "Difference in the share of time in which SMs were active. A rank or stage "
+                    "with more work makes the others wait.",
+                    "percentunit",
+                    [
+                        Query(
+                            "{{engine_pod}}",
+                            f"max by (engine_pod) ({SM_ACTIVE}) - min by (engine_pod) "
+                            f"({SM_ACTIVE})",
+                        )
+                    ],
+                    lines=(0.3,),
+                    most=1,
+                ),
+                Panel(
                     "Memory",
                     "Share of memory in use. Engines take their KV at the start, so it is "
                     "constant.",
@@ -107,7 +131,22 @@ GPU = Dashboard(
                     ],
                     lines=(85, 95),
                 ),
-                Panel("Power", "Power draw of each GPU.", "watt", [gpu("gpu_power:watts")]),
+                Panel(
+                    "Power",
+                    "Power draw of each GPU, and the limit that its driver enforces.",
+                    "watt",
+                    [
+                        gpu("gpu_power:watts"),
+                        gpu("gpu_power_limit:watts", "{{engine_pod}} {{gpu}} limit"),
+                    ],
+                ),
+                Panel(
+                    "Energy of a token",
+                    "Power of an engine's GPUs divided by the tokens that it generates a second. "
+                    "It falls with larger batches. The power of idle GPUs counts.",
+                    "joule",
+                    [Query("{{engine_pod}}", f"{POWER} / on (engine_pod) ({TOKENS} > 0)")],
+                ),
                 Panel(
                     "Clocks",
                     "Clocks of SMs and of memory. A GPU with lower clocks than its peers is "

@@ -62,7 +62,11 @@ def render(page: Dashboard) -> str:
 
         y += height
 
-    return json.dumps(builder.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
+    built = builder.build()
+    for each in built.templating.list_val or ():
+        # The SDK sets these for every kind, but Grafana knows them for intervals alone.
+        each.auto = each.auto_min = each.auto_count = None
+    return json.dumps(built, cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
 
 
 def place(x: int, y: int, width: int, height: int) -> dashboard.GridPos:

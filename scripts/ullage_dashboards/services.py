@@ -22,6 +22,9 @@ from ullage_dashboards.model import (
 TTFT = "ullage_router_ttft_seconds"
 E2E = "ullage_router_e2e_seconds"
 SPEED = "ullage_router_stream_tokens_per_second"
+LENGTH = "ullage_request_generation_tokens"
+LENGTH_MEAN = mean("mean", LENGTH).text
+LENGTH_MEAN_BEFORE = LENGTH_MEAN.replace(f"[{INTERVAL}]", f"[{INTERVAL}] offset 1d")
 REQUESTS = "ullage_router_requests_total"
 REFUSALS = "ullage_router_refusals_total"
 DECISIONS = "ullage_router_decisions_total"
@@ -181,6 +184,26 @@ READERS = Row(
                 quantile("p50", 0.5, "ullage_router_early_stop_tokens"),
                 quantile("p95", 0.95, "ullage_router_early_stop_tokens"),
             ],
+        ),
+        Panel(
+            "Lengths of answers",
+            "Tokens of answers that ended by themselves or at their limit.",
+            "none",
+            [mean("mean", LENGTH), *quantiles(LENGTH)],
+        ),
+        Panel(
+            "Lengths against the day before",
+            "Mean length of answers divided by that of the same time of the day before. Memory and "
+            "time of a request grow with its answer. Beyond the lines an alert fires.",
+            "none",
+            [
+                Query(
+                    "times as long",
+                    f"({LENGTH_MEAN}) / ({LENGTH_MEAN_BEFORE})",
+                    needs="data of the day before",
+                )
+            ],
+            lines=(0.67, 1.5),
         ),
     ],
 )
@@ -476,7 +499,7 @@ PROCESS = Row(
         Panel(
             "CPU of routers",
             "Processor time a second. A router uses at most one core, so add replicas before it "
-            "reaches that.",
+            "reaches that. Above the line an alert fires.",
             "none",
             [
                 Query(
@@ -485,7 +508,6 @@ PROCESS = Row(
                     f"and on (pod) ullage_router_engines_ready{{{SERVICE}}})",
                 )
             ],
-            width=12,
         ),
         Panel(
             "Memory of routers",
@@ -499,7 +521,15 @@ PROCESS = Row(
                 ),
                 gauge("ullage_router_kept_answer_bytes", needs=KEPT),
             ],
-            width=12,
+        ),
+        Panel(
+            "Routers that wait for a core",
+            "Share of time in which some thread of the router waited for a core. Without cgroup v2 "
+            "the threads are those of the whole node. Above the line an alert fires.",
+            "percentunit",
+            [rate("ullage_router_cpu_waiting_seconds_total", "pod")],
+            lines=(0.5,),
+            most=1,
         ),
     ],
 )

@@ -54,6 +54,16 @@ def step(name: str, before: str = "5x60") -> dict[str, str]:
     return {f"{name}{{{GPU}}}": f"{before} 6x80"}
 
 
+def hopper_crc(name: str) -> dict[str, str]:
+    """107 errors a second for ten minutes, in one field of the whole GPU."""
+    return {f"{name}{{{GPU}}}": "0+1600x40 64000x40"}
+
+
+def power(draw: str, limit: str) -> dict[str, str]:
+    """690 of 700 W for ten minutes, then 400 W."""
+    return {f"{draw}{{{GPU}}}": "690x40 400x40", f"{limit}{{{GPU}}}": "700x80"}
+
+
 LINK = "DCGM_FI_DEV_NVLINK_{}_ERROR_COUNT_TOTAL"
 CASES = [
     Case("UllageGPUIdle", flat("DCGM_FI_DEV_GPU_UTIL", 3, 50), 5, 15),
@@ -73,19 +83,43 @@ CASES = [
         5,
         15,
     ),
+    Case(
+        "UllageGPUPowerNearLimit",
+        power("DCGM_FI_DEV_POWER_USAGE", "DCGM_FI_DEV_ENFORCED_POWER_LIMIT"),
+        10,
+        15,
+    ),
+    Case(
+        "UllageGPUPowerNearLimit",
+        power("DCGM_FI_DEV_BOARD_POWER_WATTS", "DCGM_FI_DEV_BOARD_POWER_LIMIT_ENFORCED_WATTS"),
+        10,
+        15,
+    ),
     Case("UllageGPUXid", flat("DCGM_FI_DEV_XID_ERRORS", 0, 79), 15, 5),
     Case("UllageGPUXid", {f"DCGM_FI_DEV_XID_ERRORS{{{GPU}}}": "_x40 79x60"}, 15, 25),
     Case("UllageGPUECCUncorrectable", flat("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 1, 0), 5, 15),
     Case("UllageGPURowRemapFailure", flat("DCGM_FI_DEV_ROW_REMAP_FAILURE", 1, 0), 5, 15),
     Case("UllageNVLinkReplays", step(LINK.format("REPLAY")), 20, 30),
     Case("UllageNVLinkReplays", step("DCGM_FI_DEV_NVLINK_ERROR_DL_REPLAY", "_x60"), 20, 30),
+    Case("UllageNVLinkReplays", step("DCGM_FI_DEV_NVLINK_REPLAY_TOTAL"), 20, 30),
     Case("UllageNVLinkRecoveries", step(LINK.format("RECOVERY")), 20, 30),
+    Case("UllageNVLinkRecoveries", step("DCGM_FI_DEV_NVLINK_ERROR_DL_RECOVERY"), 20, 30),
+    Case("UllageNVLinkRecoveries", step("DCGM_FI_DEV_NVLINK_RECOVERY_TOTAL"), 20, 30),
     Case(
         "UllageNVLinkCRCErrors",
         {
             f"{LINK.format('CRC_FLIT')}{{{GPU}}}": "0+1000x40 40000x40",
             f"{LINK.format('CRC_DATA')}{{{GPU}}}": "0+600x40 24000x40",
         },
+        10,
+        15,
+    ),
+    Case("UllageNVLinkCRCErrors", hopper_crc("DCGM_FI_DEV_NVLINK_ERROR_DL_CRC"), 10, 15),
+    Case("UllageNVLinkCRCErrors", hopper_crc("DCGM_FI_DEV_NVLINK_CRC_ERROR_TOTAL"), 10, 15),
+    Case(
+        "UllageNVLinkCRCErrors",
+        hopper_crc("DCGM_FI_DEV_NVLINK_ERROR_DL_CRC")
+        | {f"{LINK.format(kind)}{{{GPU}}}": "0x80" for kind in ("CRC_FLIT", "CRC_DATA")},
         10,
         15,
     ),
@@ -96,6 +130,17 @@ CASES = [
 OBJECTS = "ullage_operator_objects"
 RECONCILE = "ullage_operator_reconcile"
 OTHERS = [
+    Case(
+        "UllageGPUsUneven",
+        {
+            'DCGM_FI_PROF_SM_ACTIVE{UUID="a",exported_pod="engine-0"}': "0.9x160",
+            'DCGM_FI_PROF_SM_ACTIVE{UUID="b",exported_pod="engine-0"}': "0.4x80 0.8x80",
+            'DCGM_FI_PROF_SM_ACTIVE{UUID="c",exported_pod="engine-1"}': "0.1x160",
+        },
+        20,
+        30,
+        [{"engine_pod": "engine-0"}],
+    ),
     Case(
         "UllageGPUExporterAbsent",
         {
@@ -288,6 +333,29 @@ def test_rules_about_the_operator_know_their_namespace(render_values: Any) -> No
     [group] = rule["spec"]["groups"]
     assert {*re.findall('namespace="([^"]+)"', str(group))} == {"system"}
     assert NAMESPACE not in str(group)
+
+
+FROM_4_9 = {
+    *("GPU_UTIL_RATIO", "FB_USED_RATIO", "FB_USED_PERCENT", "FB_CAPACITY_BYTES"),
+    *("GPU_TEMP_CELSIUS", "MEMORY_TEMP_CELSIUS", "SM_CLOCK_HERTZ", "MEMORY_CLOCK_HERTZ"),
+    *("BOARD_POWER_WATTS", "BOARD_POWER_LIMIT_ENFORCED_WATTS", "XID_ERROR", "PCIE_REPLAY_TOTAL"),
+    *("NVLINK_CRC_FLIT_ERROR_TOTAL", "NVLINK_CRC_DATA_ERROR_TOTAL", "NVLINK_CRC_ERROR_TOTAL"),
+    *("NVLINK_REPLAY_ERROR_TOTAL", "NVLINK_REPLAY_TOTAL", "NVLINK_RECOVERY_ERROR_TOTAL"),
+    *("NVLINK_RECOVERY_TOTAL", "NVLINK_RECOVERY_EVENT_TOTAL", "NVLINK_THROUGHPUT_TOTAL"),
+    "ROW_REMAP_UNCORRECTABLE_TOTAL",
+}
+"""Names that the exporter has since 4.9, or under other settings than ours."""
+OF_BLACKWELL = {"NVLINK_COUNT_LINK_RECOVERY_EVENTS"}
+"""Fields that an exporter may lose others for, so that ours does not ask for them."""
+
+
+def test_the_exporter_is_asked_for_every_field_that_rules_read() -> None:
+    counters = (CHART / "files" / "dcgm-counters.csv").read_text()
+    asked = set(re.findall(r"^DCGM_\w+(?=,)", counters, re.MULTILINE))
+    read = set(re.findall(r"\bDCGM_\w+", (CHART / "files" / "rules" / "gpu.yaml").read_text()))
+    elsewhere = {f"DCGM_FI_DEV_{name}" for name in FROM_4_9 | OF_BLACKWELL}
+    assert elsewhere <= read
+    assert read - elsewhere <= asked
 
 
 def test_the_exporter_is_asked_for_all_that_alerts_read(render_values: Any) -> None:

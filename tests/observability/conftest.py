@@ -71,12 +71,9 @@ def program(local_prometheus: ModuleType) -> str:
     return found
 
 
-@pytest.fixture(scope="session")
-def operator_port(
-    program: str, manifest: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[int]:
-    """Where an operator tells its metrics that has reconciled a service in an API server."""
-    folder = tmp_path_factory.mktemp("operator")
+@contextlib.contextmanager
+def new_world(folder: Path) -> Iterator[World]:
+    """An API server of its own, which serves the definition of LLMService."""
     with contextlib.ExitStack() as stack:
         api = stack.enter_context(running(bookmark_interval=1.0))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -86,11 +83,30 @@ def operator_port(
         client.post(CRDS, json=read_crd()).raise_for_status()
         world = World(client, NAMESPACE, api.kubeconfig(folder), api)
         until(lambda: client.get(world.services).status_code == 200, "the definition is served")
+        yield world
+
+
+@pytest.fixture
+def world(program: str, tmp_path: Path) -> Iterator[World]:
+    """An API server of the test's own."""
+    with new_world(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def operator_port(
+    program: str, manifest: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[int]:
+    """Where an operator tells its metrics that has reconciled a service in an API server."""
+    folder = tmp_path_factory.mktemp("operator")
+    with new_world(folder) as world:
         operator = Operator(world, folder / "log", False)
-        stack.callback(operator.stop)
-        world.create().raise_for_status()
-        until(operator.reconciled, "the service is reconciled")
-        yield operator.metrics
+        try:
+            world.create().raise_for_status()
+            until(operator.reconciled, "the service is reconciled")
+            yield operator.metrics
+        finally:
+            operator.stop()
 
 
 @pytest.fixture(scope="session")
@@ -155,12 +171,7 @@ def prometheus(
         job("dcgm", exporter, "/4.8"),
         job("dcgm-4.9", exporter, "/4.9"),
     ]
-    groups = [
-        group
-        for path in sorted(RULES.glob("*.yaml"))
-        for group in yaml.safe_load(path.read_text())["groups"]
-    ]
-    groups += rule_groups(parse(manifest), Settings())
+    groups = chart_groups() + rule_groups(parse(manifest), Settings())
     folder = tmp_path_factory.mktemp("prometheus")
     with local_prometheus.running(program, folder, jobs, groups, seconds=2.0) as started:
         until(lambda: len(started.query("up == 1")) == len(jobs), "all is scraped")
@@ -170,6 +181,42 @@ def prometheus(
             send_requests(service)
             until(functools.partial(has_grown, started, float(told)), "the requests are scraped")
         yield started
+
+
+def chart_groups() -> list[dict[str, Any]]:
+    """The groups of rules that the chart installs."""
+    documents = [yaml.safe_load(path.read_text()) for path in sorted(RULES.glob("*.yaml"))]
+    return [group for document in documents for group in document["groups"]]
+
+
+@pytest.fixture(scope="session")
+def rules_of_operator() -> list[dict[str, Any]]:
+    return [group for group in chart_groups() if group["name"] == "ullage-operator"]
+
+
+Observe = Callable[..., contextlib.AbstractContextManager[Any]]
+
+
+@pytest.fixture
+def observe(local_prometheus: ModuleType, program: str, tmp_path: Path) -> Observe:
+    """observe(jobs, groups): a Prometheus whose alerts fire at once, not after minutes."""
+
+    def start(jobs: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Any:
+        at_once = [
+            group
+            | {
+                "rules": [
+                    {name: value for name, value in rule.items() if name != "for"}
+                    for rule in group["rules"]
+                ]
+            }
+            for group in groups
+        ]
+        folder = tmp_path / "prometheus"
+        folder.mkdir()
+        return local_prometheus.running(program, folder, jobs, at_once, seconds=1.0)
+
+    return start
 
 
 def has_grown(prometheus: Any, before: float) -> bool:

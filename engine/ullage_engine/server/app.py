@@ -54,6 +54,7 @@ from ullage_engine.server.service import InferenceService
 from ullage_engine.server.supervisor import GaveUpError, StartError, WorkerLaunch, WorkerSupervisor
 from ullage_engine.server.threads import in_daemon
 from ullage_engine.server.tickets import TicketVerifier
+from ullage_engine.server.worker_cpu import WorkerCpu
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_kv import ArenaError
@@ -120,6 +121,7 @@ class EngineApp:
         if config.max_loras:
             self._adapters = AdapterSet(config, self._engine_status, self._supervisor)
             self._adapters.prepare()
+        self._metrics.watch_cpu(WorkerCpu(lambda: self._supervisor.worker_pid).seconds)
         self._ticket_verifier = _make_ticket_verifier(config)
         identity = {"service.instance.id": config.server.engine_id, "ullage.process": "server"}
         self._tracer = start_tracing(config.tracing, "ullage-engine", identity)

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 
+from ullage_common.process.cpu_pressure import waiting_seconds
 from ullage_common.process.metrics import (
     AtScrape,
     CounterName,
@@ -62,6 +63,7 @@ class EngineMetrics:
         self._inter_token = names.INTER_TOKEN.tallies(native, *self._values)
         self._per_token = names.PER_TOKEN.tallies(native, *self._values)
         self._e2e = names.E2E.tallies(native, *self._values)
+        self._output_length = names.OUTPUT_LENGTH.tallies(native, *self._values)
 
     def watch_certificates(self, certificates: Certificates) -> None:
         """Start exporting the status of the server's certificate."""
@@ -69,6 +71,23 @@ class EngineMetrics:
         expiry = names.CERTIFICATE_EXPIRY
         self._gauge(problems).set_function(lambda: bool(certificates.problem))
         self._gauge(expiry).set_function(lambda: certificates.material.expires.timestamp())
+
+    def watch_cpu(self, worker_seconds: Callable[[], float]) -> None:
+        """Export the use of the host's CPU, which is read on each scrape.
+
+        Args:
+            worker_seconds: returns the CPU time of all workers so far.
+        """
+
+        def collect() -> Iterable[Metric]:
+            worker = names.WORKER_CPU.family()
+            worker.add_metric(self._values, worker_seconds())
+            waiting = names.CPU_WAITING.family()
+            if (seconds := waiting_seconds()) is not None:
+                waiting.add_metric(self._values, seconds)
+            yield from (worker, waiting)
+
+        self._native.register(AtScrape(collect))
 
     def worker_ready(self, ready: Ready) -> None:
         """Export a new worker's metrics. Its counters start at zero."""
@@ -189,6 +208,9 @@ class EngineMetrics:
             return
         took = entry.last_token_at - entry.accepted_at
         self._e2e.observe(took)
+        # An embedding has no output.
+        if entry.output_ids:
+            self._output_length.observe(len(entry.output_ids))
         if num_tokens := len(entry.output_ids) - entry.num_restored:
             self._per_token.observe(took / num_tokens)
 

@@ -47,6 +47,22 @@ SLOW_STREAMS = 0.05
 """Fraction of streams that may be slower than people read (`READING_SPEED` tokens per second)."""
 CERTIFICATE_S = 3 * 86400
 """Seconds before expiry by which a certificate should have been renewed."""
+UNEVEN_SHARE = 0.5
+"""Fraction of the most loaded engine's load below which the least loaded engine has too little."""
+UNEVEN_REQUESTS = 4
+"""Number of running requests that the most loaded engine needs for engines to be compared."""
+UNEVEN_KV = 0.5
+"""Fraction of KV in use that the most loaded engine needs for engines to be compared."""
+ROUTER_CORES = 0.9
+"""CPU cores above which a router counts as saturated, because it runs on one core."""
+CPU_WAITING = 0.5
+"""Fraction of time in which threads wait for a core above which an alert fires."""
+LENGTH_CHANGE = 1.5
+LENGTH_ANSWERS = 100
+"""Factor by which the mean length of answers changes within a day before an alert fires.
+
+Both hours that are compared need more than `LENGTH_ANSWERS` answers.
+"""
 RESTARTS = 3
 """Number of worker restarts within 15 minutes above which an alert fires."""
 TIER_FAILURES = 100
@@ -124,7 +140,7 @@ def rule_groups(service: Service, settings: Settings) -> list[Rule]:
     name = f"ullage-{service.namespace}-{service.name}"
     parts = (
         *(slo_alerts, budget_alerts, router_alerts),
-        *(connection_alerts, engine_alerts, device_alerts),
+        *(connection_alerts, load_alerts, engine_alerts, device_alerts),
     )
     rules = [alert_rule(alert, service, settings) for part in parts for alert in part(service)]
     return [
@@ -370,6 +386,86 @@ def connection_alerts(service: Service) -> list[Alert]:
             "The previous certificate stays in use until it expires.",
         ),
     ]
+
+
+def load_alerts(service: Service) -> list[Alert]:
+    """Return the alerts for uneven load, for short CPU, and for answers of another length."""
+    of_routers = routers(service)
+    of_engines = engines(service)
+    waiting = (
+        f"rate(ullage_router_cpu_waiting_seconds_total{{{of_routers}}}[5m]) "
+        f"or rate(ullage_cpu_waiting_seconds_total{{{of_engines}}}[5m])"
+    )
+    change = f"{mean_length(of_engines)} / ({mean_length(of_engines, ' offset 1d')})"
+    # Up to maxExtraLoad, caches are worth a difference.
+    wanted = service.spec.routing.placement.affinity.max_extra_load
+    requests = max(UNEVEN_REQUESTS, wanted / UNEVEN_SHARE)
+    uneven = (
+        uneven_load(service, "ullage_requests_running", requests, "requests"),
+        uneven_load(service, "ullage_kv_used_ratio", UNEVEN_KV, "kv"),
+    )
+    return [
+        Alert(
+            "UllageEnginesUneven",
+            " or ".join(uneven),
+            "warning",
+            "One engine of a pool has less than half of the load of another.",
+            "Requests wait or are refused although an engine has room. The label measure says "
+            "whether requests or KV differ.",
+            "10m",
+        ),
+        Alert(
+            "UllageRouterSaturated",
+            f"max by (pod) (rate(process_cpu_seconds_total{{{of_routers}}}[5m])) > {ROUTER_CORES}",
+            "warning",
+            f"A router uses more than {ROUTER_CORES:.0%} of the one core that it can use.",
+            "Every request and token that passes it is delayed. Add routers.",
+        ),
+        Alert(
+            "UllageCPUShort",
+            f"max by (pod) ({waiting}) > {CPU_WAITING}",
+            "warning",
+            f"Threads of a pod wait for a core for more than {CPU_WAITING:.0%} of the time.",
+            "Its CPU limit is too low, or its node has too many other processes.",
+            "10m",
+        ),
+        Alert(
+            "UllageOutputLengthsDrift",
+            f"{change} > {LENGTH_CHANGE} or {change} < {1 / LENGTH_CHANGE:.2f}",
+            "info",
+            f"Answers are {LENGTH_CHANGE} times as long or as short as a day before.",
+            "Each needs that much more or less memory and time. Clients, prompts or the model "
+            "have changed.",
+            "15m",
+        ),
+    ]
+
+
+def uneven_load(service: Service, gauge: str, floor: float, measure: str) -> str:
+    """Return the PromQL expression for pools whose engines differ too much in a gauge.
+
+    Args:
+        floor: value that the most loaded engine must exceed.
+        measure: value of the label `measure` of the result.
+    """
+    load = f"avg_over_time({gauge}{{{engines(service)}}}[5m])"
+    by_pool = f'label_replace({load}, "pool", "$1", "pod", "{service.name}-(.+)-[0-9]+")'
+    most, least = (f"{function} by (pool) ({by_pool})" for function in ("max", "min"))
+    uneven = f"({most} > {floor:g}) and {least} < {UNEVEN_SHARE} * {most}"
+    return f'label_replace({uneven}, "measure", "{measure}", "", "")'
+
+
+def mean_length(matchers: str, offset: str = "") -> str:
+    """Return the PromQL expression for an hour's mean length of answers in tokens.
+
+    Args:
+        offset: a PromQL offset, by which the hour is earlier.
+    """
+    total, count = (
+        f"sum(increase(ullage_request_generation_tokens_{part}{{{matchers}}}[1h]{offset}))"
+        for part in ("sum", "count")
+    )
+    return f"{total} / ({count} > {LENGTH_ANSWERS})"
 
 
 def engine_alerts(service: Service) -> list[Alert]:

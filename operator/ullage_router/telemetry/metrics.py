@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.process_collector import ProcessCollector
 
 from ullage_common.config.router import OTHER_TENANTS
+from ullage_common.process.cpu_pressure import waiting_seconds
 from ullage_common.process.metrics import AtScrape, CounterName, GaugeName
 from ullage_router import metric_names as names
 from ullage_router.errors import CLIENT_CLOSED, REPLACED, STOPPED
@@ -26,6 +27,7 @@ class Metrics:
         self._named = frozenset(named)
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
+        registry.register(AtScrape(_cpu_waiting))
         self._decisions = names.DECISIONS.counts(registry)
         self._requests = names.REQUESTS.counts(registry)
         self._refusals = names.REFUSALS.counts(registry)
@@ -181,6 +183,13 @@ class TenantMetrics:
 
     def _label(self, tenant: str) -> str:
         return tenant if tenant in self._named else OTHER_TENANTS
+
+
+def _cpu_waiting() -> Iterable[CounterMetricFamily]:
+    family = names.CPU_WAITING.family()
+    if (seconds := waiting_seconds()) is not None:
+        family.add_metric((), seconds)
+    return [family]
 
 
 def _band(priority: int) -> str:

@@ -81,11 +81,15 @@ def check(samples: dict[str, float]) -> None:
         assert samples[f"{prefix}time_to_first_token_seconds_count"] == 1
         assert samples[f"{prefix}inter_token_latency_seconds_count"] == 9
         assert samples[f"{prefix}e2e_request_latency_seconds_count"] == 1
+        assert samples[f"{prefix}request_generation_tokens_sum"] == 10
+        assert samples[f'{prefix}request_generation_tokens_bucket{{le="5.0"}}'] == 0
+        assert samples[f'{prefix}request_generation_tokens_bucket{{le="10.0"}}'] == 1
         assert samples[f"{prefix}preemptions_total".replace(":pre", ":num_pre")] == 0
     assert samples["ullage_kv_blocks"] == 100
     assert samples["ullage_memory_headroom_bytes"] == 160_000
     assert samples["ullage_worker_restarts_total"] == 1
     assert samples["ullage_worker_resident_bytes"] == 12_345
+    assert samples["ullage_worker_cpu_seconds_total"] > 0
     assert samples["ullage_server_resident_bytes"] > 1e6
     assert samples["vllm:num_requests_running"] == samples["vllm:kv_cache_usage_perc"] == 0
     config = [name for name in samples if name.startswith("vllm:cache_config_info")]

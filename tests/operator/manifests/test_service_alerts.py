@@ -20,7 +20,10 @@ from ullage_operator.planning.plan import plan
 from ullage_router import metric_names as router_names
 
 RUNBOOK = Path(__file__).parents[3] / "docs" / "runbooks" / "service.md"
+LIVE = Path(__file__).parents[2] / "observability"
 OF_ENGINES = {
+    "UllageEnginesUneven",
+    "UllageOutputLengthsDrift",
     "UllageStartProofFailures",
     "UllageWorkersRestart",
     "UllageEngineOutOfMemory",
@@ -103,7 +106,7 @@ def test_every_metric_of_a_rule_is_one_that_pods_export(make_groups):
         name.exposed + suffix
         for module in (router_names, engine_names)
         for name in metric_names(module)
-        for suffix in ("", "_bucket", "_count")
+        for suffix in ("", "_bucket", "_sum", "_count")
     }
     text = " ".join(rule["expr"] for group in make_groups() for rule in group["rules"])
     used = set(re.findall(r"ullage_\w+", text))
@@ -126,9 +129,12 @@ class Case(NamedTuple):
     interval: str = "1m"
 
 
+ROUTER = "demo-router-6c9f8d7b5-x2x4z"
+
+
 def series(name: str, values: str, **labels: str) -> dict[str, str]:
     """Samples of a pod's metric."""
-    pod = "demo-router-6c9f8d7b5-x2x4z" if "router" in name else "demo-single-0"
+    pod = ROUTER if "router" in name else "demo-single-0"
     shown = {"namespace": "models", "pod": pod, **labels}
     text = ",".join(f'{key}="{value}"' for key, value in shown.items())
     return {"series": f"{name}{{{text}}}", "values": values}
@@ -219,6 +225,38 @@ CASES = [
         [series("ullage_router_certificate_problems", "1x30 0x60")],
         [{"pod": "demo-router-6c9f8d7b5-x2x4z"}],
     ),
+    Case(
+        "UllageEnginesUneven",
+        [
+            series("ullage_requests_running", "20x40 10x60", pod="demo-single-0"),
+            series("ullage_requests_running", "9x100", pod="demo-single-1"),
+            # A pool is not compared with another, and few requests are not compared at all.
+            series("ullage_requests_running", "3x100", pod="demo-large-0"),
+            series("ullage_requests_running", "0x100", pod="demo-large-1"),
+            series("ullage_kv_used_ratio", "0.9x40 0.4x60", pod="demo-single-0"),
+            series("ullage_kv_used_ratio", "0.1x100", pod="demo-single-1"),
+        ],
+        [{"pool": "single", "measure": measure} for measure in ("requests", "kv")],
+        fires=30,
+        is_clear=60,
+    ),
+    Case(
+        "UllageRouterSaturated",
+        [
+            series("process_cpu_seconds_total", "0+57x30 1710+30x60", pod=ROUTER),
+            series("process_cpu_seconds_total", "0+600x90", pod="demo-single-0"),
+        ],
+        [{"pod": ROUTER}],
+    ),
+    Case(
+        "UllageCPUShort",
+        [
+            series("ullage_cpu_waiting_seconds_total", "0+40x40 1600+20x60"),
+            series("ullage_router_cpu_waiting_seconds_total", "0+40x40 1600+20x60"),
+        ],
+        [{"pod": "demo-single-0"}, {"pod": ROUTER}],
+        fires=30,
+    ),
     Case("UllageWorkersRestart", [series("ullage_worker_restarts_total", "0+1x30 30x60")]),
     Case("UllageEngineOutOfMemory", [series("ullage_oom_events_total", "0x10 1x80")]),
     Case("UllageCollectiveErrors", [series("ullage_collective_errors_total", "0x10 1x80")]),
@@ -257,6 +295,18 @@ SLOW = Case(
     objectives("errors"),
     fires=3 * DAYS,
     is_clear=3 * DAYS + 8 * 60,
+    interval="30m",
+)
+
+
+DRIFT = Case(
+    "UllageOutputLengthsDrift",
+    [
+        series("ullage_request_generation_tokens_sum", "0+12000x48 576000+24000x24"),
+        series("ullage_request_generation_tokens_count", "0+60x72"),
+    ],
+    fires=26 * 60,
+    is_clear=23 * 60,
     interval="30m",
 )
 
@@ -300,11 +350,15 @@ def in_few(tests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_every_alert_fires_and_clears(make_groups, promtool, tmp_path):
     groups = make_groups(slo={"ttftP95": "5s", "e2eP95": "5s"})
     alerts = alerts_of(groups)
-    assert alerts.keys() == {case.alert for case in (*CASES, SLOW)}
+    assert alerts.keys() == {case.alert for case in (*CASES, SLOW, DRIFT)}
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}))
     paths = []
     # As seldom as the cases allow, for each evaluation of all rules takes its time.
-    for name, interval, cases in (("days", "4h", [SLOW]), ("minutes", "5m", CASES)):
+    for name, interval, cases in (
+        ("days", "4h", [SLOW]),
+        ("hours", "30m", [DRIFT]),
+        ("minutes", "5m", CASES),
+    ):
         given = {
             "rule_files": ["rules.yaml"],
             "evaluation_interval": interval,
@@ -325,6 +379,14 @@ def test_every_alert_has_its_section_and_every_section_its_alert(make_groups):
     for name, alert in alerts.items():
         assert alert["annotations"]["runbook_url"] == f"docs/runbooks/service.md#{name.lower()}"
         assert all(alert["annotations"][each].endswith(".") for each in ("summary", "description"))
+
+
+def test_the_runbook_names_every_alert_that_no_real_fault_has_fired(make_groups):
+    fired = set()
+    for path in LIVE.glob("test_*_faults.py"):
+        fired |= set(re.findall(r'"(Ullage\w+)"', path.read_text()))
+    preface = RUNBOOK.read_text().partition("\n## ")[0]
+    assert set(re.findall(r"\bUllage\w+", preface)) == alerts_of(make_groups()).keys() - fired
 
 
 def test_runbooks_may_be_elsewhere(make_groups):
