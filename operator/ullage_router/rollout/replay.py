@@ -34,7 +34,7 @@ from ullage_router.call import Call
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.engines.flow_control import FlowControl, for_unary
-from ullage_router.errors import broken_stream, is_failure
+from ullage_router.errors import broken_stream
 from ullage_router.metric_names import ANSWERS, ANSWERS_UNJUDGED
 from ullage_router.policy.facts import Side
 from ullage_router.prompts.prompts import Prompt, PromptBuilder
@@ -62,6 +62,11 @@ MAX_BUSY_S = 30.0
 """Maximum seconds for which a prompt waits for free memory before others are tried."""
 PAUSE_S = 5.0
 """Seconds before the next attempt after a prompt, or the file of prompts, could not be used."""
+_FAILURES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
+"""Statuses of an engine that could not compute an answer.
+
+An engine that is slow, full or away says nothing about its answers.
+"""
 _WHOLE = (inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH)
 
 Sign = Callable[[str, inference_pb2.GenerateRequest], tuple[str, str]]
@@ -253,7 +258,7 @@ class Replayer:
     ) -> list[TokenLogprob]:
         """Return what the canary says in the place of each token of a stable answer.
 
-        The result ends early if the canary fails.
+        The result ends early if the canary cannot compute it.
 
         Raises:
             ServiceError: the canary could not answer for a reason that is not its fault.
@@ -262,10 +267,11 @@ class Replayer:
         token_ids = list(prompt)
         try:
             for token in answer:
-                told += await self._ask(Side.CANARY, token_ids, 1, token.token_id)
+                [position] = await self._ask(Side.CANARY, token_ids, 1, token.token_id)
+                told.append(position)
                 token_ids.append(token.token_id)
         except ServiceError as error:
-            if not is_failure(error):
+            if error.code not in _FAILURES:
                 raise
             log.warning("the canary fails on a prompt", extra={"reason": error.reason})
         return told

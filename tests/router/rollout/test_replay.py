@@ -358,3 +358,31 @@ def test_prompts_that_engines_refuse_are_left_out(started: Started) -> None:
             assert trial.replayer.counts.prompts == 0
 
     asyncio.run(scenario())
+
+
+def test_engines_that_require_tickets_get_them_and_no_tenant_is_charged(
+    started: Started, tmp_path: Path
+) -> None:
+    for folder in ("tickets", "tenants"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "tickets" / "a").write_bytes(b"k" * 32)
+    sections = {
+        "tickets": {"keys_dir": str(tmp_path / "tickets"), "required": True},
+        "tenants": {"keys_dir": str(tmp_path / "tenants"), "anonymous": "allow"},
+    }
+
+    async def scenario() -> None:
+        async with started(**sections) as trial:
+            trial.write_prompts()
+            trial.begin()
+            await trial.until_compared()
+            engines = (trial.stable, trial.canary)
+            tickets = [each["x-ullage-ticket"] for e in engines for each in e.metadata]
+            assert len(set(tickets)) == len(tickets) == MIN_PROMPTS * (1 + MAX_ANSWER_TOKENS)
+            page = await trial.metrics()
+            charged = [line for line in page.splitlines() if "tenant_tokens_total{" in line]
+            assert [line for line in charged if not line.endswith(" 0.0")] == []
+            assert (await trial.service.complete("Hi", max_tokens=1)).status_code == 200
+            assert "tenant_tokens_total{" in await trial.metrics(), "what users ask for is charged"
+
+    asyncio.run(scenario())
