@@ -29,6 +29,7 @@ NIGHTLY = (
     "benchmarks/test_survive.py",
     "observability",
     # a second and third test of a promise, with real kills and every kind of model
+    "e2e/test_canary_answers.py",
     "e2e/test_deterministic.py",
     "e2e/test_fingerprints.py",
     "e2e/test_greedy_oracle.py",

@@ -174,6 +174,17 @@ TRIAL = GaugeName(
     "Requests of the canary's present trial by side: outcomes, and times by bucket",
     ("trial", "side", "what", "le"),
 )
+ANSWERS = GaugeName(
+    "ullage_router_answers",
+    "Replays of the canary's present trial: prompts and tokens compared, tokens agreed, and "
+    "negative log-probabilities by side in nats",
+    ("trial", "what"),
+)
+ANSWERS_UNJUDGED = GaugeName(
+    "ullage_router_answers_unjudged",
+    "1 with the reason why no answers of the canary's present trial are being compared",
+    ("trial", "reason"),
+)
 
 # tenants and secrets -----------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ class Thresholds(Strict, frozen=True, kw_only=True):
     ttft_percent: int
     e2e_percent: int
     restarts: int
+    agreement_percent: float = 85.0
+    perplexity_percent: int = 120
 
     @property
     def error_rate(self) -> float:
@@ -35,6 +37,13 @@ class Thresholds(Strict, frozen=True, kw_only=True):
     @property
     def e2e_ratio(self) -> float:
         return self.e2e_percent / 100
+
+
+class AnswersSpec(Strict, frozen=True, kw_only=True):
+    """The prompts whose answers are compared between the canary and stable engines."""
+
+    prompts: Literal["configMap", "sampled"]
+    config_map_name: str | None = None
 
 
 class RolloutSpec(Strict, frozen=True, kw_only=True):
@@ -50,6 +59,8 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
     paused: bool
     surge: Literal["auto", "always", "never"] = "auto"
     max_unavailable: int | str = "25%"
+    answers: AnswersSpec | None = None
+    """Which answers to compare, or None to compare none."""
 
     def most_unavailable(self, replicas: int) -> int:
         """Return the maximum number of a pool's engines that a rollout may make unavailable.

@@ -22,6 +22,8 @@ from ullage_operator.manifests.pod_fields import (
 from ullage_operator.manifests.resources import router_resources
 from ullage_operator.manifests.volumes import (
     config_volume,
+    prompts_mounts,
+    prompts_volumes,
     router_secrets,
     scratch_volume,
     secret_mounts,
@@ -62,6 +64,7 @@ def own_router(service: Service, config: str, settings: Settings) -> Manifest:
         "volumeMounts": [
             {"name": "config", "mountPath": naming.CONFIG_DIR, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
+            *prompts_mounts(service),
             *secret_mounts(secrets),
         ],
     }
@@ -73,6 +76,7 @@ def own_router(service: Service, config: str, settings: Settings) -> Manifest:
         "volumes": [
             config_volume(naming.router_name(service.name)),
             scratch_volume("tmp"),
+            *prompts_volumes(service),
             *secret_volumes(service, secrets),
         ],
     }

@@ -99,6 +99,22 @@ def secret_mounts(secrets: Iterable[MountedSecret]) -> list[Manifest]:
     return [{"name": s.volume, "mountPath": s.path, "readOnly": True} for s in secrets]
 
 
+def prompts_volumes(service: Service) -> list[Manifest]:
+    """Return the volume of the prompts that routers replay to compare answers.
+
+    It is optional, so that a missing ConfigMap does not keep routers from starting.
+    """
+    answers = service.spec.rollout.answers
+    if answers is None or answers.config_map_name is None:
+        return []
+    return [{"name": "prompts", "configMap": {"name": answers.config_map_name, "optional": True}}]
+
+
+def prompts_mounts(service: Service) -> list[Manifest]:
+    mount = {"name": "prompts", "mountPath": naming.PROMPTS_DIR, "readOnly": True}
+    return [mount] if prompts_volumes(service) else []
+
+
 def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Manifest]:
     """Return the volumes of an engine's pod."""
     return [

@@ -3,9 +3,12 @@
 All limits are relative to the stable engines over the same period, so a problem that affects all
 engines does not fail a canary.
 
-A limit counts as exceeded only if a canary that is just within the limit would produce the observed
-count with a probability below `SIGNIFICANCE`. This is the false-alarm rate of a single test. It is
-small, because a canary is tested repeatedly.
+A limit on requests counts as exceeded only if a canary that is just within the limit would produce
+the observed count with a probability below `SIGNIFICANCE`. This is the false-alarm rate of a single
+test. It is small, because a canary is tested repeatedly.
+
+The limits on answers apply to the measured values themselves. Both sides get the same prompts and
+the same preceding tokens, so that hardly anything is left to chance.
 """
 
 import math
@@ -16,6 +19,7 @@ from enum import StrEnum
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from ullage_common.canary_answers import MIN_PROMPTS, Unjudged
 from ullage_operator.api.sections import RolloutSpec
 
 SIGNIFICANCE = 0.002
@@ -29,7 +33,13 @@ MIN_TIMES = 20
 NO_TRAFFIC = "NoTraffic"
 """Reason that an analysis gives for a step without requests. Later steps would get none either."""
 METRIC = "ullage_router_trial"
-_PREFIXES = (METRIC, f"# HELP {METRIC}", f"# TYPE {METRIC}")
+ANSWERS_METRIC = "ullage_router_answers"
+UNJUDGED_METRIC = "ullage_router_answers_unjudged"
+_PREFIXES = tuple(
+    f"{start}{metric}"
+    for metric in (METRIC, ANSWERS_METRIC)
+    for start in ("", "# HELP ", "# TYPE ")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,51 @@ class Variant:
         return self.failed / self.ended if self.ended else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """How well the canary's next tokens match the greedy answers of stable engines."""
+
+    prompts: int = 0
+    """Number of prompts whose answers were compared."""
+    tokens: int = 0
+    agreed: int = 0
+    """Number of tokens that are the likeliest ones of both sides."""
+    canary_nll: float = 0.0
+    """Sum of the tokens' negative log-probabilities on the canary, in nats."""
+    stable_nll: float = 0.0
+    unjudged: tuple[str, ...] = ()
+    """Why routers are not comparing answers at the moment (`Unjudged`)."""
+
+    @property
+    def are_enough(self) -> bool:
+        return self.prompts >= MIN_PROMPTS and self.tokens > 0
+
+    @property
+    def agreement_percent(self) -> float:
+        return 100 * self.agreed / self.tokens
+
+    @property
+    def canary_perplexity(self) -> float:
+        return math.exp(self.canary_nll / self.tokens)
+
+    @property
+    def stable_perplexity(self) -> float:
+        return math.exp(self.stable_nll / self.tokens)
+
+    @property
+    def perplexity_percent(self) -> float:
+        """The canary's perplexity as a percentage of the stable engines'."""
+        return 100 * self.canary_perplexity / self.stable_perplexity
+
+    @property
+    def may_come(self) -> bool:
+        """Whether waiting may bring more answers to compare."""
+        return Unjudged.OTHER_TOKENIZER not in self.unjudged
+
+
+NO_ANSWERS = Answers()
+
+
 class Outcome(StrEnum):
     PASS = "Pass"
     FAIL = "Fail"
@@ -73,7 +128,11 @@ class Analysis:
 
 
 def analyze(
-    canary: Variant, stable: Variant, rollout: RolloutSpec, is_last: bool = False
+    canary: Variant,
+    stable: Variant,
+    rollout: RolloutSpec,
+    is_last: bool = False,
+    answers: Answers = NO_ANSWERS,
 ) -> Analysis:
     """Compare the canary's counts in the current rollout step with those of the stable engines.
 
@@ -83,6 +142,7 @@ def analyze(
         rollout: the service's `rollout`, with the thresholds.
         is_last: whether the time limit for collecting enough requests has passed, so that the
             analysis must not wait for more.
+        answers: the comparison of answers, which matters only if `rollout` asks for one.
     """
     failed = [
         fault
@@ -91,6 +151,8 @@ def analyze(
             errors(canary, stable, rollout, is_last),
             slowness("TTFT", canary.ttft, stable.ttft, rollout.thresholds.ttft_ratio),
             slowness("E2E", canary.e2e, stable.e2e, rollout.thresholds.e2e_ratio),
+            disagreement(answers, rollout),
+            perplexity(answers, rollout),
         )
         if fault
     ]
@@ -98,10 +160,13 @@ def analyze(
         message = "; ".join(each.message for each in failed)
         return Analysis(Outcome.FAIL, failed[0].reason, message)
 
-    measured = summary(canary, stable)
+    measured = ", ".join(filter(None, (summary(canary, stable), summary_of(answers, rollout))))
     is_enough = canary.ended >= rollout.min_requests
     if is_enough and canary.error_rate <= stable.error_rate + rollout.thresholds.error_rate:
-        return Analysis(Outcome.PASS, "Healthy", measured)
+        if rollout.answers is None or answers.are_enough or is_last or not answers.may_come:
+            return Analysis(Outcome.PASS, "Healthy", measured)
+        waits_for = f"answers to {MIN_PROMPTS} replayed prompts ({answers.prompts} so far)"
+        return Analysis(Outcome.WAIT, "FewAnswers", measured, waits_for)
 
     if is_last and not canary.succeeded and canary.declined >= rollout.min_requests:
         message = f"the canary accepted none of {canary.declined} requests"
@@ -158,6 +223,43 @@ def slowness(
         f"above {ratio:g} times as long"
     )
     return Analysis(Outcome.FAIL, name, message)
+
+
+def disagreement(answers: Answers, rollout: RolloutSpec) -> Analysis | None:
+    least = rollout.thresholds.agreement_percent
+    is_judged = rollout.answers is not None and answers.are_enough
+    if not is_judged or answers.agreement_percent >= least:
+        return None
+    message = (
+        f"{answers.agreed} of {answers.tokens} tokens of stable answers are the canary's likeliest "
+        f"({answers.agreement_percent:.1f} %), less than {least:g} %"
+    )
+    return Analysis(Outcome.FAIL, "Agreement", message)
+
+
+def perplexity(answers: Answers, rollout: RolloutSpec) -> Analysis | None:
+    most = rollout.thresholds.perplexity_percent
+    is_judged = rollout.answers is not None and answers.are_enough
+    if not is_judged or answers.perplexity_percent <= most:
+        return None
+    message = (
+        f"perplexity of stable answers {answers.canary_perplexity:.3g}, stable "
+        f"{answers.stable_perplexity:.3g}: above {most} %"
+    )
+    return Analysis(Outcome.FAIL, "Perplexity", message)
+
+
+def summary_of(answers: Answers, rollout: RolloutSpec) -> str:
+    """Summarise the comparison of answers (empty if the rollout does not ask for one)."""
+    if rollout.answers is None:
+        return ""
+    if not answers.are_enough:
+        why = " and ".join(answers.unjudged) or f"{answers.prompts} of {MIN_PROMPTS} prompts"
+        return f"answers not judged ({why})"
+    return (
+        f"agreement {answers.agreement_percent:.1f} % of {answers.tokens} tokens, "
+        f"perplexity {answers.canary_perplexity:.3g} (stable {answers.stable_perplexity:.3g})"
+    )
 
 
 def summary(canary: Variant, stable: Variant) -> str:
@@ -266,6 +368,7 @@ class CanarySample:
     """Name of the trial that the counts belong to: its revision and step."""
     canary: Variant
     stable: Variant
+    answers: Answers = NO_ANSWERS
 
 
 def sample_name(revision: str, step: int) -> str:
@@ -282,18 +385,39 @@ def parse_samples(text: str) -> list[CanarySample]:
     """Parse the request counts that a router reports (none without a canary)."""
     own = "\n".join(line for line in text.splitlines() if line.startswith(_PREFIXES))
     counts: dict[str, dict[str, dict[tuple[str, str], float]]] = {}
+    answers: dict[str, dict[str, float]] = defaultdict(dict)
+    unjudged: dict[str, list[str]] = defaultdict(list)
     for family in text_string_to_metric_families(f"{own}\n"):
         for sample in family.samples:
             labels = sample.labels
-            trial = counts.setdefault(labels["trial"], {})
-            variant = trial.setdefault(labels["side"], defaultdict(float))
-            variant[labels["what"], labels["le"]] += sample.value
+            name = labels["trial"]
+            if family.name == ANSWERS_METRIC:
+                answers[name][labels["what"]] = sample.value
+            elif family.name == UNJUDGED_METRIC:
+                unjudged[name].append(labels["reason"])
+            elif family.name == METRIC:
+                variant = counts.setdefault(name, {}).setdefault(labels["side"], defaultdict(float))
+                variant[labels["what"], labels["le"]] += sample.value
     return [
         CanarySample(
-            name, _variant(variants.get("canary", {})), _variant(variants.get("stable", {}))
+            name,
+            _variant(variants.get("canary", {})),
+            _variant(variants.get("stable", {})),
+            _answers(answers[name], unjudged[name]),
         )
         for name, variants in counts.items()
     ]
+
+
+def _answers(counts: Mapping[str, float], unjudged: Iterable[str]) -> Answers:
+    return Answers(
+        int(counts.get("prompts", 0)),
+        int(counts.get("tokens", 0)),
+        int(counts.get("agreed", 0)),
+        counts.get("canary_nll", 0.0),
+        counts.get("stable_nll", 0.0),
+        tuple(unjudged),
+    )
 
 
 def _variant(counts: dict[tuple[str, str], float]) -> Variant:
@@ -317,16 +441,39 @@ def _end(le: str) -> float:
     return math.inf if le == "+Inf" else float(le)
 
 
-def sum_samples(samples: Iterable[CanarySample], name: str) -> tuple[Variant, Variant, int]:
-    """Sum the counts of the routers that have already switched to a rollout step.
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What routers counted in one rollout step."""
 
-    Returns:
-        The counts of the canary, the counts of the stable engines, and the number of samples.
-    """
+    canary: Variant
+    stable: Variant
+    answers: Answers
+    routers: int
+    """Number of routers that have switched to the step."""
+
+
+def sum_samples(samples: Iterable[CanarySample], name: str) -> StepCounts:
+    """Sum the counts of the routers that have already switched to a rollout step."""
     # Older routers, which a pinned image keeps, append the weight: `name/weight`.
     current = [sample for sample in samples if f"{sample.name}/".startswith(f"{name}/")]
-    return (
+    return StepCounts(
         sum_variants(t.canary for t in current),
         sum_variants(t.stable for t in current),
+        sum_answers(t.answers for t in current),
         len(current),
     )
+
+
+def sum_answers(answers: Iterable[Answers]) -> Answers:
+    """Sum the comparisons of several routers, and list each reason once."""
+    total = Answers()
+    for each in answers:
+        total = Answers(
+            total.prompts + each.prompts,
+            total.tokens + each.tokens,
+            total.agreed + each.agreed,
+            total.canary_nll + each.canary_nll,
+            total.stable_nll + each.stable_nll,
+            tuple(sorted({*total.unjudged, *each.unjudged})),
+        )
+    return total

@@ -210,21 +210,19 @@ def analysis_of(
     is_last: bool,
 ) -> Analysis:
     """Analyse the requests that routers have counted during the current rollout step."""
-    canary, stable, routers = sum_samples(
-        observation.samples, sample_name(progress.canary, progress.step)
-    )
+    counts = sum_samples(observation.samples, sample_name(progress.canary, progress.step))
     engines = canary_engines(service, observation, progress.canary)
     has_silent = any(not engine.is_fresh for engine in engines)
-    canary = _with_restarts(canary, progress.falls, is_canary=True, engines=engines)
+    canary = _with_restarts(counts.canary, progress.falls, is_canary=True, engines=engines)
     stable = _with_restarts(
-        stable, progress.falls, is_canary=False, engines=stable_engines(observation)
+        counts.stable, progress.falls, is_canary=False, engines=stable_engines(observation)
     )
-    if not routers and not canary.restarts:
+    if not counts.routers and not canary.restarts:
         outcome = Outcome.FAIL if is_last else Outcome.WAIT
         message = unmeasured(observation.unanswered)
         return Analysis(outcome, "NotMeasured", message, "routers to take up its weight")
 
-    analysis = analyze(canary, stable, service.spec.rollout, is_last)
+    analysis = analyze(canary, stable, service.spec.rollout, is_last, counts.answers)
     if analysis.outcome is Outcome.PASS and has_silent and not is_last:
         waits_for = "the canary's engines to report their restarts to the operator"
         waits_for += unheard([engine.trouble for engine in engines if engine.trouble])

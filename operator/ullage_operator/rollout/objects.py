@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from ullage_common.canary_answers import PROMPTS_FILE
 from ullage_operator.api import naming
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
@@ -17,6 +18,7 @@ from ullage_operator.policy.pool_sizes import may_sleep
 from ullage_operator.rollout.facts import canary_size, template_hash
 from ullage_operator.rollout.plan import RolloutPlan
 from ullage_operator.rollout.release import shared_hash
+from ullage_operator.rollout.stages import RolloutStage
 from ullage_operator.rollout.state import dump
 
 Manifest = dict[str, Any]
@@ -80,8 +82,18 @@ def router_file(plan: RolloutPlan) -> str:
             "weight": plan.weight,
             "step": progress.step,
             "pools": pools,
+            **_answers_compared(plan),
         }
     return to_yaml(document)
+
+
+def _answers_compared(plan: RolloutPlan) -> Manifest:
+    """Return the section by which routers compare answers (empty if they compare none)."""
+    answers = plan.canary.spec.rollout.answers
+    if answers is None or plan.progress.stage is not RolloutStage.CANARY:
+        return {}
+    path = f"{naming.PROMPTS_DIR}/{PROMPTS_FILE}"
+    return {"answers": {} if answers.prompts == "sampled" else {"prompts_file": path}}
 
 
 def _stop_said(is_stopped: bool) -> Manifest:

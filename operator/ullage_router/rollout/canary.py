@@ -26,6 +26,13 @@ GOLDEN = 0.6180339887498949
 log = logging.getLogger(__name__)
 
 
+class AnswersSection(Strict, frozen=True, kw_only=True):
+    """Where the prompts come from whose answers are compared on both sides."""
+
+    prompts_file: Text | None = None
+    """File with one prompt per line (`prompt_file.py`), or None to take those of requests."""
+
+
 class CanarySection(Strict, frozen=True, kw_only=True):
     """The section of the rollout file that describes the canary."""
 
@@ -34,6 +41,8 @@ class CanarySection(Strict, frozen=True, kw_only=True):
     """Percentage of new requests that are sent to the canary."""
     step: Annotated[int, msgspec.Meta(ge=0)] = 0
     """The current rollout step. The outcome counts are reset at each step."""
+    answers: AnswersSection | None = None
+    """Which answers of both sides are compared, or None to compare none."""
     pools: Annotated[tuple[PoolSection, ...], msgspec.Meta(min_length=1)]
     """The canary's pools, each named after the configured pool to which it belongs."""
 

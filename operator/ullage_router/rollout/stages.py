@@ -16,6 +16,7 @@ from ullage_router.policy.facts import Side
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.rollout.canary import Canary, RolloutFile, trial
 from ullage_router.rollout.outcomes import ObservedStream, Outcomes
+from ullage_router.rollout.replay import Replayer
 
 Send = Callable[[Call, Reservation, Progress], Awaitable[EngineStream]]
 """Function that sends a request to the engine in its reservation and awaits the first token."""
@@ -29,6 +30,7 @@ class Rollout:
         engines: follows the engines of both sides.
         model: the service's model name, for error messages.
         prompts: re-renders a request for the stable engines if they have a different model.
+        replayer: compares the answers of both sides.
         on_stop: called whenever the file changes, with True if the service is stopped.
     """
 
@@ -38,12 +40,14 @@ class Rollout:
         engines: Engines,
         prompts: PromptBuilder,
         model: str,
+        replayer: Replayer,
         on_stop: Callable[[bool], None],
     ) -> None:
         self._model = model
         self._on_stop = on_stop
         self._engines = engines
         self._prompts = prompts
+        self.replayer = replayer
         self.canary = Canary(path, self._on_file_change)
         self.outcomes = Outcomes(engines.workers_lost, engines.workers_lost_before)
 
@@ -51,6 +55,7 @@ class Rollout:
         self._engines.declare_adapters(file.adapters)
         self._engines.set_canary(file.canary.pools if file.canary else ())
         self.outcomes.follow(trial(file.canary), self.canary.revision(Side.CANARY))
+        self.replayer.follow(trial(file.canary), file.canary.answers if file.canary else None)
         self._on_stop(file.stopped)
 
     def refuse_when_stopped(self) -> None:
@@ -119,6 +124,7 @@ class Rollout:
     ) -> EngineStream:
         """Send a request to its engine, and record the outcome for the current trial."""
         side = reservation.engine.side
+        self.replayer.offer(call, reservation.prompt)
         call.decisions.change(revision=self.canary.revision(side))
         observation = self.outcomes.observe(side)
         try:
@@ -142,4 +148,5 @@ class Rollout:
             "weight": canary.weight,
             "problem": canary.problem,
             **self.outcomes.as_json(),
+            "answers": self.replayer.as_json(),
         }

@@ -31,6 +31,7 @@ from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.rollout.outcomes import TrialCollector
+from ullage_router.rollout.replay import AnswersCollector, Replayer
 from ullage_router.rollout.stages import Rollout
 from ullage_router.server.load_report import LoadReporter
 from ullage_router.server.tls import RouterTLS
@@ -82,10 +83,19 @@ class RouterService:
             drops_turns="shrinkContext" in routing.ladder,
         )
 
+        self.signer = TicketSigner(config.tickets) if config.tickets else None
+        signer = self.signer if self.signer and self.signer.is_required else None
+        sign = signer.sign_request if signer else None
         self.rollout = Rollout(
-            config.rollout_file, self.engines, self._prompts, config.model, self._on_stop
+            config.rollout_file,
+            self.engines,
+            self._prompts,
+            config.model,
+            Replayer(self.engines, self._prompts, self.queue, sign),
+            self._on_stop,
         )
         self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
+        self.metrics.registry.register(AnswersCollector(self.rollout.replayer))
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
 
         self.admission = Admission(config, self.engines, self.queue, self._threads, self.balancer)
@@ -106,7 +116,6 @@ class RouterService:
         idempotency = routing.idempotency
         self.idempotency = IdempotencyKeys(idempotency) if idempotency.enabled else None
 
-        self.signer = TicketSigner(config.tickets) if config.tickets else None
         self.issuer = TicketIssuer(
             config,
             self.engines,
@@ -172,6 +181,7 @@ class RouterService:
             await self.cascade.close()
         await self.issuer.close()
         await self.rollout.canary.close()
+        await self.rollout.replayer.close()
         await self.engines.close()
         await self.tenants.close()
         await self.tls.close()

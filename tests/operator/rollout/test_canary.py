@@ -12,6 +12,8 @@ from ullage_operator.api.settings import Settings
 from ullage_operator.planning.observed import Observed, key_of
 from ullage_operator.planning.plan import plan
 from ullage_operator.rollout.analysis import (
+    NO_ANSWERS,
+    Answers,
     CanarySample,
     Variant,
     parse_samples,
@@ -34,6 +36,7 @@ class Cluster:
         self.objects = {}
         self.status = {}
         self.canary = GOOD
+        self.answers = NO_ANSWERS
         self.annotation = ""
         self.unready = ""
         self.unseen = ""
@@ -51,7 +54,7 @@ class Cluster:
         if not (canary := told.get("canary")):
             return ()
         name = sample_name(canary["revision"], canary["step"])
-        return (CanarySample(name, self.canary, GOOD),)
+        return (CanarySample(name, self.canary, GOOD, self.answers),)
 
     def step(self, minutes=6):
         self.now += timedelta(minutes=minutes)
@@ -652,10 +655,59 @@ def test_routers_metrics_are_read():
 
 def test_older_routers_name_a_trial_by_its_weight_too():
     names = ("r/1", "r/1/25", "r/10", "r/10/25", "r/2", "s/1")
-    canary, _, routers = sum_samples(
-        [CanarySample(name, GOOD, GOOD) for name in names], sample_name("r", 1)
-    )
-    assert (routers, canary.succeeded) == (2, 2 * GOOD.succeeded)
+    found = sum_samples([CanarySample(name, GOOD, GOOD) for name in names], sample_name("r", 1))
+    assert (found.routers, found.canary.succeeded) == (2, 2 * GOOD.succeeded)
+
+
+ANSWERS = {"prompts": "ConfigMap", "configMapName": "questions"}
+
+
+def test_routers_compare_answers_while_a_canary_is_tried(cluster):
+    cluster.answers = Answers(16, 256, 250, 180.0, 179.0)
+    cluster.edit(image="two", rollout={"answers": ANSWERS})
+    told = {}
+    for _ in range(6):
+        cluster.step()
+        if canary := yaml.safe_load(cluster.config("demo-router")["rollout.yaml"]).get("canary"):
+            told[cluster.stages[-1]] = canary.get("answers")
+    asked = {"prompts_file": "/etc/ullage-prompts/prompts.jsonl"}
+    assert told["Canary 20% (1/2)"] == told["Canary 25% (2/2)"] == asked
+    assert told["Promoting"] is None
+    assert cluster.stages[-1] == "Stable"
+
+
+def test_the_condition_of_a_step_shows_both_numbers(cluster):
+    cluster.answers = Answers(16, 256, 250, 180.0, 179.0)
+    cluster.edit(image="two", rollout={"answers": ANSWERS})
+    cluster.step()
+    cluster.step(1)
+    message = cluster.condition("RolloutHealthy")["message"]
+    assert "agreement 97.7 % of 256 tokens, perplexity 2.02 (stable 2.01)" in message
+
+
+def test_a_canary_with_damaged_weights_is_rolled_back(cluster):
+    cluster.answers = Answers(16, 256, 170, 320.0, 179.0)
+    cluster.edit(image="two", rollout={"answers": {"prompts": "Sampled"}})
+    cluster.step()
+    assert yaml.safe_load(cluster.config("demo-router")["rollout.yaml"])["canary"]["answers"] == {}
+    cluster.step(1)
+    told = cluster.condition("RolloutHealthy")
+    assert (told["status"], told["reason"]) == ("False", "Agreement")
+    assert cluster.image() == "one"
+    cluster.step()
+    assert not cluster.has_canary
+
+
+def test_a_step_waits_for_answers_until_its_time_is_up(cluster):
+    cluster.answers = Answers(3, 48, 48, 30.0, 30.0, ("NoStableEngine",))
+    cluster.edit(image="two", rollout={"answers": ANSWERS})
+    cluster.step()
+    cluster.step(3)
+    message = cluster.condition("Progressing")["message"]
+    assert "waits for answers to 8 replayed prompts (3 so far) until" in message
+    assert "answers not judged (NoStableEngine)" in message
+    cluster.step(3)
+    assert cluster.stages[-1] == "Canary 25% (2/2)"
 
 
 @pytest.mark.parametrize(
