@@ -212,6 +212,7 @@ def _started(
         prompt_cost=own.prompt_cost,
     )
     scheduler = Scheduler(profile, limits, throughput, output_lengths, policy)
+    scheduler.events.about = {"limits": limits.as_json(), "longest_step_s": own.longest_step_s}
 
     return Started(
         engine=_engine(scheduler, runner, throughput, own),
