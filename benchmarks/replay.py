@@ -9,12 +9,14 @@ examples:
   python -m benchmarks replay
   python -m benchmarks replay --seconds 60 --rate 1.5 --json replay.json
   python -m benchmarks replay --hardware here.json --keep-hardware
+  python -m benchmarks replay --hardware here.json --only-replay --seconds 3600 --rate 2
 """
 
 import argparse
 import asyncio
 import json
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -34,7 +36,7 @@ from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.wire.channels import open_channel
 from ullage_replay.play import Played, Player, WatchedEngine, watching
 from ullage_replay.report import MIB, Quantiles, quantiles
-from ullage_replay.trace import TraceRequest
+from ullage_replay.trace import TraceRequest, read_trace
 
 STOP_S = 60.0
 SETTLE_S = 3.0
@@ -50,13 +52,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the trace (0)")
     parser.add_argument("--hardware", type=Path, help="file to write, or to use")
     parser.add_argument("--keep-hardware", action="store_true", help="use --hardware as it is")
+    parser.add_argument(
+        "--only-replay", action="store_true", help="replay with --hardware, without a service"
+    )
     parser.add_argument("--trace", type=Path, help="file to write the trace to")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     arguments = parser.parse_args()
-    if arguments.keep_hardware and not arguments.hardware:
-        parser.error("--keep-hardware: give the file with --hardware")
+    if (arguments.keep_hardware or arguments.only_replay) and not arguments.hardware:
+        parser.error("--keep-hardware and --only-replay: give the file with --hardware")
 
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+        if arguments.only_replay:
+            print(time_replay(arguments, Path(folder)))
+            return 0
         report = compare(arguments, Path(folder))
     print(as_table(report))
     if arguments.json:
@@ -66,9 +74,8 @@ def main() -> int:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure, play and replay, and return all figures."""
-    trace = make_trace(arguments.seconds, arguments.rate, arguments.seed)
-    trace_path = arguments.trace or folder / "trace.jsonl"
-    trace_path.write_text("".join(f"{json.dumps(row_of(each))}\n" for each in trace))
+    trace_path = write_trace(arguments, folder)
+    trace = read_trace(trace_path)
     hardware = arguments.hardware or folder / "hardware.json"
 
     process, _ = start(arguments.file, folder / "state.json")
@@ -87,6 +94,30 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     predicted = replay(arguments.file, trace_path, hardware)
     seconds = time.perf_counter() - began
     return report_of(played, watched, predicted, seconds)
+
+
+def time_replay(arguments: argparse.Namespace, folder: Path) -> str:
+    """Replay a trace without a service, and return how long that took."""
+    trace_path = write_trace(arguments, folder)
+    began = time.perf_counter()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    predicted = replay(arguments.file, trace_path, arguments.hardware)
+    seconds = time.perf_counter() - began
+    used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - used
+    steps = sum(engine["steps"] for engine in predicted["engines"])
+    return (
+        f"{predicted['requests']} requests, {predicted['output_tokens']} tokens and {steps} steps "
+        f"of {predicted['seconds']:.0f} s were replayed in {seconds:.1f} s ({used:.1f} s of CPU "
+        "time), with the start of the processes"
+    )
+
+
+def write_trace(arguments: argparse.Namespace, folder: Path) -> Path:
+    """Write the made-up trace to a file, and return its path."""
+    path: Path = arguments.trace or folder / "trace.jsonl"
+    trace = make_trace(arguments.seconds, arguments.rate, arguments.seed)
+    path.write_text("".join(f"{json.dumps(row_of(each))}\n" for each in trace))
+    return path
 
 
 def note(text: str) -> None:

@@ -22,8 +22,10 @@ class HardwareError(Exception):
 class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     """Time that passes outside of steps, in seconds."""
 
-    request: float
-    """From the client's request to the engine's worker, and back with the first token."""
+    before: float
+    """From the client's request to the engine's worker."""
+    after: float
+    """From the end of a step to the client's token."""
     between_steps: Curve
     """Between the end of a step and the beginning of the next, by number of sequences."""
 

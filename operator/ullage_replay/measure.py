@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
+from msgspec.structs import replace
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
@@ -113,16 +113,33 @@ async def _measure(router: str, engines: Sequence["_Engine"], on_stage: OnStage)
             await engine.play_batches()
         cost = fit([step.measured for step in batches.steps])
 
-        on_stage(f"pool {engine.pool}: random mixtures")
-        async with _Recorder(engine) as mixtures:
-            for load in _MIXED_LOADS:
-                await engine.player.play(engine.mixture(cost, load))
-        steps = [*batches.steps, *mixtures.steps]
-        cost = fit([step.measured for step in steps])
+        # Ordinary requests go through the router, whose work takes time of the same cores. It
+        # would send them to the first pool.
+        target = router if engine is engines[0] else engine.target
+        player = Player(target, engine.model.vocab_size)
+        try:
+            on_stage(f"pool {engine.pool}: single requests")
+            singles, single_steps = await _play_singles(engine, player)
+            on_stage(f"pool {engine.pool}: random mixtures")
+            mixed: dict[str, Played] = {}
+            async with _Recorder(engine) as mixtures:
+                for load in _MIXED_LOADS:
+                    name = f"{engine.pool}-{load}-"
+                    answers = await player.play(engine.mixture(cost, load), name=name)
+                    mixed |= {f"{name}{number}": each for number, each in enumerate(answers)}
+        finally:
+            await player.close()
 
-        on_stage(f"pool {engine.pool}: single requests through the router")
-        request_s = await _request_overhead(engine, router)
-        overheads = Overheads(request=request_s, between_steps=pauses_between(steps))
+        steps = [*batches.steps, *mixtures.steps]
+        overheads = Overheads(
+            before=_mean_before(singles, single_steps),
+            after=_mean_after({**singles, **mixed}, [*single_steps, *mixtures.steps]),
+            between_steps=pauses_between(steps),
+        )
+        if measured:  # the way through the router is the same to all pools
+            first = next(iter(measured.values())).overheads
+            overheads = replace(overheads, before=first.before, after=first.after)
+        cost = fit([step.measured for step in steps])
         measured[engine.pool] = engine.hardware(batches.latest, cost, overheads)
 
     slowdown: dict[int, float] = {}
@@ -144,7 +161,7 @@ class _Engine:
 
     def __init__(self, address: EngineAddress) -> None:
         self.pool = address.pool
-        self._target = address.target
+        self.target = address.target
         self._channel = open_channel(address.target)
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
         self.model = pb.GetModelResponse()
@@ -159,7 +176,7 @@ class _Engine:
         answer = await headroom.GetHeadroom(headroom_pb2.GetHeadroomRequest())
         self._headroom = answer.headroom
         self._profile = memory_profile.from_wire(self.model.profile)
-        self.player = Player(self._target, self.model.vocab_size)
+        self.player = Player(self.target, self.model.vocab_size)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -202,7 +219,7 @@ class _Engine:
             prompt = min(self._longest // 4, 16 + int(self._draw.lognormvariate(5.0, 0.9)))
             output = self._draw.randint(4, 96)
             request = self._request(prompt, output)
-            requests.append(msgspec.structs.replace(request, at=at))
+            requests.append(replace(request, at=at))
             alone = cost.seconds(StepSize(0, prompt, 0, prompt * prompt / 2))
             shared = cost.seconds(StepSize(4, 0, 4 * prompt, 0)) / 4
             at += self._draw.expovariate(load / (alone + output * shared))
@@ -278,31 +295,51 @@ class _Recorder:
             self._timelines.append(read_timeline(await self._engine.profile()))
 
 
-async def _request_overhead(engine: _Engine, router: str) -> float:
-    """Return the seconds that a request takes through the router, without its first step."""
-    player = Player(router, engine.model.vocab_size)
+async def _play_singles(
+    engine: _Engine, player: Player
+) -> tuple[dict[str, Played], list[TimedStep]]:
+    """Send one request after the other, and return the answers by request id, and the steps."""
     answers: dict[str, Played] = {}
-    try:
-        async with _Recorder(engine) as recorder:
-            for number in range(_NUM_SINGLE):
-                name = f"{engine.pool}-single-{number}"
-                prompt = (32, 64, 128, 256)[number % 4]
-                request = TraceRequest(at=0.0, prompt_tokens=prompt, output_tokens=_SINGLE_OUTPUT)
-                answers[name] = await player.send(request, name)
-    finally:
-        await player.close()
+    async with _Recorder(engine) as recorder:
+        for number in range(_NUM_SINGLE):
+            name = f"{engine.pool}-single-{number}"
+            prompt = (32, 64, 128, 256)[number % 4]
+            request = TraceRequest(at=0.0, prompt_tokens=prompt, output_tokens=_SINGLE_OUTPUT)
+            answers[name] = await player.send(request, name)
+    return answers, recorder.steps
 
+
+def _mean_before(answers: Mapping[str, Played], steps: Sequence[TimedStep]) -> float:
+    """Return the seconds between sending a request and its first step, if the engine is idle."""
     first: dict[str, TimedStep] = {}
-    for step in recorder.steps:
+    for step in steps:
         for request_id in step.request_ids:
             first.setdefault(request_id, step)
-    rest = [
-        played.ttft_s - first[name].measured.seconds
+    waits = [
+        first[name].began_unix - played.sent_unix
         for name, played in answers.items()
-        if name in first and played.ttft_s is not None
+        if name in first
     ]
-    # Requests to a pool for large ones only go through the router to another pool.
-    return max(0.0, trimmed_mean(rest)) if rest else 0.0
+    if not waits:
+        raise MeasureError("no step has one of the requests that were sent; measure again")
+    return max(0.0, trimmed_mean(waits))
+
+
+def _mean_after(answers: Mapping[str, Played], steps: Sequence[TimedStep]) -> float:
+    """Return the seconds from the end of a step until the client has its first token."""
+    of_request: dict[str, list[TimedStep]] = {}
+    for step in steps:
+        for request_id in step.request_ids:
+            of_request.setdefault(request_id, []).append(step)
+    delays = []
+    for name, played in answers.items():
+        if played.ttft_s is None:
+            continue
+        came_at = played.sent_unix + played.ttft_s
+        ended = [s.ended_unix for s in of_request.get(name, ()) if s.ended_unix <= came_at]
+        if ended:
+            delays.append(came_at - max(ended))
+    return trimmed_mean(delays) if delays else 0.0
 
 
 async def _slowdown(

@@ -196,7 +196,7 @@ class _Client:
         except TimeoutError:
             outcome.ending = "timeout"
         self._note_decision(call, outcome)
-        outcome.end_s = time.monotonic() - call.record.arrived
+        outcome.end_s = max(outcome.ttft_s or 0.0, time.monotonic() - call.record.arrived)
         return outcome
 
     async def _until_answered(self, call: Call, answer: Answer, outcome: Outcome) -> None:
@@ -255,8 +255,7 @@ class _Attempt:
         """Send the request, and return the engine's refusal, or None once it is answered."""
         reservation = self._reservation
         try:
-            # The request's way to the worker and the first token's way back.
-            await asyncio.sleep(self._server.hardware.overheads.request)
+            await asyncio.sleep(self._server.hardware.overheads.before)
             lowered = self._server.submit(self._engine_request(), self._answer, self)
             if lowered:
                 decisions = self._call.decisions
@@ -297,7 +296,8 @@ class _Attempt:
     def on_tokens(self, output: TokenOutput, times: Sequence[float]) -> None:
         outcome = self._outcome
         if outcome.ttft_s is None:
-            outcome.ttft_s = times[0] - self._call.record.arrived
+            after_s = self._server.hardware.overheads.after
+            outcome.ttft_s = times[0] + after_s - self._call.record.arrived
             self._first_token.reschedule(None)
             self._reservation.engine.on_first_token(self._reservation.credit)
         outcome.output_tokens += len(output.token_ids)

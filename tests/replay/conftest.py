@@ -67,7 +67,7 @@ def hardware() -> Hardware:
             per_decode_context=0.0,
             per_prompt_context=0.0,
         ),
-        overheads=Overheads(request=0.004, between_steps=Curve(((1.0, 0.0005),))),
+        overheads=Overheads(before=0.003, after=0.001, between_steps=Curve(((1.0, 0.0005),))),
     )
     return Hardware(
         version=1, processor="none", model="m", measured_at="", engines={"single": engine}
