@@ -44,13 +44,13 @@ _PROFILE_STEPS = 1000
 _PROFILE_MS = 5000
 _RECORDS_S = 0.3
 """Seconds until a recording has surely begun."""
-_NUM_SINGLE = 30
+_NUM_SINGLE = 24
 """Single requests, which show what passes outside of steps."""
 _SINGLE_OUTPUT = 6
 _BATCH_OUTPUT = 48
 _CONTEXTS = (32, 128, 384, 768, 1536)
 """Prompt lengths of batches in tokens, as far as the engine's memory holds them."""
-_MIXED_S = 45.0
+_MIXED_S = 25.0
 """Seconds of the random mixture."""
 _MIXED_LOADS = (0.35, 0.7)
 """Loads of the random mixtures, as shares of what the engine seems to manage."""
