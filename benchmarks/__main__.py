@@ -54,6 +54,11 @@ BENCHMARKS = {
         "goodput and refusals at ten times the capacity",
         "--seconds 60 --factor 10",
     ),
+    "replay": Benchmark(
+        "replay",
+        "a trace on a real service against the same trace in virtual time",
+        "--seconds 60 --rate 1.5",
+    ),
     "soak": Benchmark(
         "soak",
         "half an hour of conversations with KV tiers: flat memory, bounded files, cache hits",

@@ -23,11 +23,12 @@ SERVICES = ("e2e", "observability")
 """Folders with tests of whole services, which any product package can break."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "operator/ullage_operator": ("operator", "kubeapi", "charts", "cli", *SERVICES),
-    "operator/ullage_router": ("router", "cli", *SERVICES),
+    "operator/ullage_router": ("router", "replay", "cli", *SERVICES),
     "operator/ullage_cli": ("cli", *SERVICES),
     "operator/ullage_verify": ("verify", "bench", "cli", "benchmarks", "e2e"),
     "operator/ullage_bench": ("bench", "cli"),
-    "engine/ullage_engine": ("engine", "kv", "benchmarks", *SERVICES),
+    "operator/ullage_replay": ("replay", "cli"),
+    "engine/ullage_engine": ("engine", "kv", "replay", "benchmarks", *SERVICES),
     "engine/ullage_kv": ("kv", "engine", *SERVICES),
     "benchmarks": ("benchmarks",),
     "charts": ("charts", "observability"),

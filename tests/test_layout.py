@@ -21,6 +21,7 @@ PACKAGES = [
     ROOT / "operator/ullage_cli",
     ROOT / "operator/ullage_verify",
     ROOT / "operator/ullage_bench",
+    ROOT / "operator/ullage_replay",
     ROOT / "proto/ullage_common",
 ]
 

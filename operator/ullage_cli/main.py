@@ -14,6 +14,8 @@ HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
   ullage top                                 watch the service live
   ullage plan -f examples/smollm2.yaml       print the operator's objects for a manifest
+  ullage plan -f service.yaml --trace requests.jsonl --hardware here.json
+                                             predict memory, latency and refusals
   ullage verify all http://127.0.0.1:8000    check a server under overload and faults
   ullage bench http://127.0.0.1:8000         find the knee of throughput over latency
   ullage trace REQUEST_ID                    print the steps of one request from all logs

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from ullage_engine.memory.out_of_memory import OutOfMemoryFault
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.vllm_worker import startup
-from ullage_engine.vllm_worker.engine import OutOfMemoryFault
 
 BLOCK = 32
 BLOCK_BYTES = 2 * BLOCK * 32 * 4

@@ -52,6 +52,10 @@ _DEVICE = ("CUDA", "HIP error", "NCCL", "CUBLAS", "CUDNN", "cuDNN")
 """Message fragments that identify an error as coming from the device."""
 
 
+class OutOfMemoryFault(Exception):
+    """Raised by an injected fault in place of an error of a device that ran out of memory."""
+
+
 def is_device_lost(error: BaseException) -> bool:
     """Return whether the error means that the device or another rank has failed.
 

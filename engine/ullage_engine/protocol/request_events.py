@@ -139,6 +139,8 @@ class RequestEvents:
         self._is_debugging = log.isEnabledFor(logging.DEBUG)
         self.wants_steps = self._is_debugging
         """Whether callers must call `on_step` after each step."""
+        self.about: Mapping[str, object] = {}
+        """Facts about the worker, such as its limits, that are written into every timeline."""
 
     def trace_to(self, tracer: Tracer) -> None:
         """Start creating spans."""
@@ -154,6 +156,8 @@ class RequestEvents:
         if timeline is None:
             for request_id, computed in self.requests.items():
                 self._record(request_id, computed, time.time(), {})
+        if timeline is not None:
+            timeline.about = self.about
         self._timeline = timeline
         self.wants_steps = bool(timeline or self._tracer or self._is_debugging)
 
@@ -203,6 +207,7 @@ class RequestEvents:
         now = time.time()
         prompts = 0
         num_prompt_tokens = 0
+        prompt_context = 0.0
 
         for chunk in plan.chunks:
             computed = self.requests.get(chunk.request_id)
@@ -214,7 +219,9 @@ class RequestEvents:
                 continue
 
             prompts += 1
-            num_prompt_tokens += len(chunk.token_ids)
+            count = len(chunk.token_ids)
+            num_prompt_tokens += count
+            prompt_context += count * (chunk.start + count / 2)
             if len(computed.chunks) < MAX_CHUNKS:
                 computed.chunks.append((now, len(chunk.token_ids)))
             if chunk.sampling is not None:
@@ -222,7 +229,13 @@ class RequestEvents:
 
         if self._timeline or self._is_debugging:
             ids = [self._client_id(chunk.request_id) for chunk in plan.chunks]
-            more = {"decodes": len(plan.chunks) - prompts, "request_ids": ids}
+            context = sum(chunk.start for chunk in plan.chunks if chunk.is_decode)
+            more = {
+                "decodes": len(plan.chunks) - prompts,
+                "decode_context": context,
+                "prompt_context": prompt_context,
+                "request_ids": ids,
+            }
             self.note_step(seconds, len(plan.chunks), plan.num_tokens, num_prompt_tokens, **more)
 
     def note_step(

@@ -7,6 +7,7 @@ chrome://tracing can open it as well.
 
 import gzip
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 _PROCESS = 1
@@ -21,6 +22,8 @@ class Timeline:
     def __init__(self, began: float) -> None:
         """Begin a trace at the Unix time `began`, in seconds."""
         self.began = began
+        self.about: Mapping[str, object] = {}
+        """Facts about the worker, which trace viewers show beside the trace."""
         self._lanes: dict[str, int] = {}
         self._steps_until = {_STEPS: 0.0}
         """Unix time at which the latest step of each lane ended."""
@@ -87,7 +90,8 @@ class Timeline:
 
     def write(self, path: Path) -> None:
         """Write the trace to a gzip-compressed file."""
-        document = {"displayTimeUnit": "ms", "traceEvents": self._events}
+        document: dict[str, object] = {"displayTimeUnit": "ms", "traceEvents": self._events}
+        document["otherData"] = {"began_unix_s": self.began, **self.about}
         with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
             json.dump(document, file)
 

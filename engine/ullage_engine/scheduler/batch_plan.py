@@ -6,7 +6,7 @@ The functions depend only on sequences and limits. They allocate neither blocks 
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -93,6 +93,11 @@ class SchedulerLimits:
     """
     prompt_cost: PromptCost = PromptCost()
     """Cost of prompt tokens depending on their position, and maximum total cost per step."""
+
+    def as_json(self) -> dict[str, object]:
+        """Return the limits as JSON values. Infinite ones, which JSON lacks, are left out."""
+        cost = {k: v for k, v in asdict(self.prompt_cost).items() if math.isfinite(v)}
+        return {**asdict(self), "prompt_cost": cost}
 
 
 class PromptBudget:

@@ -22,7 +22,8 @@ from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputE
 from ullage_engine.scheduler.lifecycle import Lifecycle
 from ullage_engine.scheduler.planner import BatchPlanner
 from ullage_engine.scheduler.sequence import Sequence
-from ullage_engine.scheduler.state import SchedulerState
+from ullage_engine.scheduler.speculation import Speculation
+from ullage_engine.scheduler.state import NewSpeculation, SchedulerState
 from ullage_engine.scheduler.stats import SchedulerStatistics
 
 __all__ = ["KvPolicy", "Scheduler", "SchedulerLimits"]
@@ -53,8 +54,11 @@ class Scheduler:
         output_lengths: OutputLengthEstimator,
         policy: KvPolicy = _DEFAULT_POLICY,
         clock: Callable[[], float] = time.monotonic,
+        new_speculation: NewSpeculation = Speculation,
     ) -> None:
-        state = SchedulerState.create(profile, limits, throughput, output_lengths, policy, clock)
+        state = SchedulerState.create(
+            profile, limits, throughput, output_lengths, policy, clock, new_speculation
+        )
         self._state = state
         self._profile = profile
         self._limits = limits

@@ -17,6 +17,8 @@ from ullage_engine.scheduler.speculation import Speculation
 from ullage_engine.scheduler.swap import SwapManager
 from ullage_engine.scheduler.tiers import TierTransfers
 
+NewSpeculation = Callable[[SchedulerLimits, PrefixCache], Speculation]
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
@@ -79,8 +81,14 @@ class SchedulerState:
         output_lengths: OutputLengthEstimator,
         policy: KvPolicy,
         clock: Callable[[], float],
+        new_speculation: NewSpeculation = Speculation,
     ) -> "SchedulerState":
-        """Create the initial state, without requests. `clock` returns monotonic seconds."""
+        """Create the initial state, without requests.
+
+        Args:
+            clock: returns monotonic time in seconds.
+            new_speculation: creates what drafts tokens, if the limits allow drafts.
+        """
         num_blocks = profile.kv_pool_bytes // profile.block_bytes
         window = profile.window_tokens
         cache = PrefixCache(num_blocks, profile.block_tokens, policy, clock, window)
@@ -105,7 +113,7 @@ class SchedulerState:
             swap=SwapManager(cache, profile.block_bytes, policy, throughput),
             conv_states=ConvStatePool(limits.replay_tokens, limits.max_sequences, sequences),
             tiers=tiers,
-            speculation=Speculation(limits, cache) if has_drafts else None,
+            speculation=new_speculation(limits, cache) if has_drafts else None,
             throughput=throughput,
             output_lengths=output_lengths,
             clock=clock,

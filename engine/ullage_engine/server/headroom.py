@@ -33,7 +33,7 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
         request: headroom_pb.GetHeadroomRequest,
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> headroom_pb.GetHeadroomResponse:
-        return headroom_pb.GetHeadroomResponse(headroom=self._headroom(sequence=0))
+        return headroom_pb.GetHeadroomResponse(headroom=self.report(sequence=0))
 
     async def WatchHeadroom(
         self,
@@ -45,14 +45,15 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
             pushed_at = time.monotonic()
             change = asyncio.ensure_future(self._engine_status.changed(HEARTBEAT_S))
             try:
-                headroom = self._headroom(sequence)
+                headroom = self.report(sequence)
                 await context.write(headroom_pb.WatchHeadroomResponse(headroom=headroom))
                 await change
             finally:
                 change.cancel()
             await asyncio.sleep(pushed_at + interval_s - time.monotonic())
 
-    def _headroom(self, sequence: int) -> headroom_pb.Headroom:
+    def report(self, sequence: int) -> headroom_pb.Headroom:
+        """Return the engine's report as it is now, with this number in its stream."""
         engine_status = self._engine_status
         server = self._config.server
         headroom = headroom_pb.Headroom(

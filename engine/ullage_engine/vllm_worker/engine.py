@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from msgspec import structs
 
 from ullage_common.request_cost import MemoryProfile
+from ullage_engine.memory.out_of_memory import OutOfMemoryFault
 from ullage_engine.protocol.messages import Rejected, RequestFailed
 from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenOutput
 from ullage_engine.protocol.worker_state import ReleaseState, SchedulerStats
@@ -33,10 +34,6 @@ from ullage_engine.vllm_worker.tiers import ConnectorTransfers
 
 _QUEUE_BATCHES = 4
 """Capacity of the waiting queue, in batches. Further requests queue at the router."""
-
-
-class OutOfMemoryFault(Exception):
-    """Raised in a vLLM step to simulate an out-of-memory error that was injected on purpose."""
 
 
 class VllmEngine:

@@ -46,9 +46,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import torch
-
-from ullage_engine.memory.out_of_memory import is_device_lost, is_out_of_memory
+from ullage_engine.memory.out_of_memory import (
+    OutOfMemoryFault,
+    is_device_lost,
+    is_out_of_memory,
+)
 from ullage_engine.protocol.errors import MemoryShortError
 from ullage_engine.protocol.messages import Rejected, RequestFailed
 from ullage_engine.protocol.request_events import RequestEvents
@@ -387,9 +389,9 @@ class EngineCore:
     def _measured(self, plan: StepPlan) -> list[SampledToken]:
         """Compute a plan, and record the duration of the step."""
         self._raise_fault()
-        started = time.perf_counter()
+        started = self._clock()
         output = self._runner.execute(plan)
-        self._observe(time.perf_counter() - started, [plan])
+        self._observe(self._clock() - started, [plan])
         return output
 
     def _observe(self, seconds: float, plans: list[StepPlan]) -> None:
@@ -530,7 +532,7 @@ class EngineCore:
         due = next((step for step in self._faults if step <= num_steps), None)
         if due is not None:
             self._faults.remove(due)
-            raise torch.OutOfMemoryError("injected fault")
+            raise OutOfMemoryFault("injected fault")
 
 
 class _InFlight(NamedTuple):

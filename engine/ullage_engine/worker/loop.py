@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -95,7 +95,7 @@ _EMPTY_STEP_S = 0.005
 """Maximum seconds to wait for messages after a step in which nothing could be computed."""
 
 # Reports.
-_STATE_INTERVAL_S = 0.1
+STATE_INTERVAL_S = 0.1
 """Minimum seconds between state reports while the state is changing."""
 _HEARTBEAT_S = 0.5
 """Seconds between state reports while the state is unchanged."""
@@ -265,6 +265,13 @@ class StartedEngine(Protocol):
         """Stop the engine's other processes."""
 
 
+Turns = Generator[float, ToWorker | None, None]
+"""The worker's loop, which leaves waiting for messages to its caller.
+
+It yields the seconds to wait for the next message, and is sent that message, or None if none
+arrived in time.
+"""
+
 Report = Callable[[Loading], None]
 """Function that reports startup progress to the server."""
 
@@ -291,7 +298,7 @@ class Worker:
             batching: settings for how long to wait for more requests before a step.
             link: connection to the server.
             pressure: controller that adjusts the batch size to the worker's state.
-            clock: returns monotonic time in seconds, used to time out waits for messages.
+            clock: returns monotonic time in seconds, for waits and reports.
         """
         self._clock = clock
         self._started = started
@@ -305,7 +312,7 @@ class Worker:
         """Requests whose grammars are not compiled yet."""
         self._is_stopping = False
         self._is_changed = False
-        self._reported_at = time.monotonic()
+        self._reported_at = clock()
         self._log_at = self._reported_at
         """Time at which prefix cache hits may be logged again."""
 
@@ -314,20 +321,31 @@ class Worker:
         parent = os.getppid()
         # Nothing loaded so far ever becomes garbage, so no collection needs to look at it.
         gc.freeze()
+        turns = self.turns()
+        with contextlib.suppress(StopIteration):
+            timeout_s = next(turns)
+            while os.getppid() == parent:
+                timeout_s = turns.send(self._link.receive(timeout_s))
+
+    def turns(self) -> Turns:
+        """Send `Ready`, and serve until `Shutdown` arrives, without waiting for messages itself.
+
+        `run` waits on the server's socket. A replay in virtual time has no socket to wait on.
+        """
         self._logged = self._judged()
         self._link.send(self._started.ready(self._logged))
 
-        while not self._is_stopping and os.getppid() == parent:
-            self._take_messages()
+        while not self._is_stopping:
+            yield from self._take_messages()
             self._submit_compiled()
             if self._engine.has_work:
-                self._step()
+                yield from self._step()
             self._send_kv()
             self._report()
             if self._profile:
                 self._advance_profile(self._profile)
 
-    def _step(self) -> None:
+    def _step(self) -> Turns:
         num_steps = self._engine.num_steps
         try:
             outputs = self._engine.step()
@@ -343,7 +361,7 @@ class Worker:
 
         self._is_changed = True
         if self._engine.num_steps == num_steps:
-            self._drain(_EMPTY_STEP_S)
+            yield from self._drain(_EMPTY_STEP_S)
 
     def _send_last_state(self) -> None:
         """Send a final state report, with the number of steps that ran out of memory.
@@ -391,7 +409,7 @@ class Worker:
             self._link.send(failed)
             self._engine.events.forget(failed.request_id, "failed")
 
-    def _take_messages(self) -> None:
+    def _take_messages(self) -> Turns:
         """Receive pending messages, waiting for them only if there is nothing to compute.
 
         A single request starts immediately. If two or more requests arrive together, more are
@@ -403,16 +421,17 @@ class Worker:
         timeout = 0.0 if self._engine.has_work else self._until_report()
         timeout = min(timeout, _COMPILED_S) if self._compiling else timeout
         is_busy = self._engine.has_work
-        num_submitted = self._drain(timeout)
+        num_submitted = yield from self._drain(timeout)
         if num_submitted < 2 or self._engine.has_decodes:
             return
 
         window = self._batching.decode_window if is_busy else self._batching.prefill_window
         deadline = self._clock() + window
-        while (remaining_s := deadline - self._clock()) > 0 and self._drain(remaining_s):
-            pass
+        while (remaining_s := deadline - self._clock()) > 0:
+            if not (yield from self._drain(remaining_s)):
+                return
 
-    def _drain(self, timeout_s: float) -> int:
+    def _drain(self, timeout_s: float) -> Generator[float, ToWorker | None, int]:
         """Receive messages until none are pending, for at most `DRAIN_S` seconds after the first.
 
         Args:
@@ -421,7 +440,7 @@ class Worker:
         Returns:
             The number of `Submit` messages received.
         """
-        message = self._link.receive(timeout_s)
+        message = yield timeout_s
         deadline = self._clock() + DRAIN_S
         num_submitted = 0
 
@@ -430,7 +449,7 @@ class Worker:
             self._take(message)
             if self._clock() >= deadline:
                 break
-            message = self._link.receive(0.0)
+            message = yield 0.0
 
         return num_submitted
 
@@ -500,13 +519,13 @@ class Worker:
 
     def _until_report(self) -> float:
         """Return the number of seconds until the next report of the worker's state is due."""
-        interval = _STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S
-        return max(0.0, self._reported_at + interval - time.monotonic())
+        interval = STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S
+        return max(0.0, self._reported_at + interval - self._clock())
 
     def _report(self) -> None:
         if self._until_report() > 0:
             return
-        self._reported_at = time.monotonic()
+        self._reported_at = self._clock()
         self._is_changed = False
         state = self._judged()
         self._link.send(StateReport(state=state))

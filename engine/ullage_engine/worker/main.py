@@ -12,7 +12,8 @@ from pathlib import Path
 from ullage_common.config.engine import EngineConfig
 from ullage_engine.worker import loop
 from ullage_engine.worker.device import HostTier
-from ullage_engine.worker.startup import RankCommand, Started, start
+from ullage_engine.worker.started import Started
+from ullage_engine.worker.startup import RankCommand, start
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,15 +6,13 @@ Rank 0 starts the processes of the other ranks, and sends them a command for eac
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 from llguidance import LLTokenizer
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_common.wire.fingerprint import Fingerprint
 from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_config.dtypes import dtype_name
@@ -27,8 +25,6 @@ from ullage_engine.protocol.errors import (
     WeightsError,
     WorkerStartError,
 )
-from ullage_engine.protocol.messages import Ready
-from ullage_engine.protocol.worker_state import RankPlace, WorkerState
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
@@ -46,6 +42,7 @@ from ullage_engine.worker.rank_group import (
     Report,
     WarmUp,
 )
+from ullage_engine.worker.started import Started
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -54,102 +51,6 @@ _FAILURE_GRACE_S = 2.0
 
 RankCommand = Callable[[int, str, int | None], Sequence[str]]
 """Function that returns a rank's command line, given its number, endpoint and CPU memory budget."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A loaded engine with its memory ledger, memory profile and ranks."""
-
-    engine: EngineCore
-    ledger: Ledger
-    """Memory reservations of all ranks together."""
-    used_bytes: Callable[[], int]
-    """Function that returns the number of bytes in use, measured at most a second ago.
-
-    On a CPU, these are all ranks' resident bytes. On a GPU, they are rank 0's bytes on its device.
-    """
-    swap_seconds: Callable[[], float]
-    """Function that returns how many seconds rank 0 has spent copying KV to and from host
-    memory."""
-    swap_bytes_per_second: float
-    """Bandwidth to host memory in bytes per second, measured at startup, or 0 without host memory
-    for KV."""
-    free_memory: FreeMemoryMonitor
-    """Monitors how much memory other processes use on rank 0's device."""
-    stop_ranks: Callable[[], None]
-    """Function that stops the other ranks."""
-    throughput: ThroughputEstimator
-    profile: MemoryProfile
-    max_model_len: int
-    vocab_size: int
-    dtype: str
-    name: str
-    """Name that clients use to request the model."""
-    ranks: list[RankPlace]
-    fingerprint: Fingerprint
-    """Fingerprint of everything that affects the exact bits of the engine's answers."""
-    kv_space: bytes
-    """Namespace of KV blocks in tiers outside the device, or empty without tiers."""
-    longest_step_s: float
-    """Duration of the longest step in seconds, measured at startup."""
-
-    def state(self) -> WorkerState:
-        """End idle sessions, and return the current memory usage and load.
-
-        If other processes have taken memory, withhold the same amount of KV from new requests.
-        """
-        engine = self.engine
-        scheduler = self.engine.scheduler
-        missing = self.free_memory.missing_bytes()
-        scheduler.end_idle_sessions()
-        scheduler.withhold(missing)
-
-        return WorkerState(
-            **msgspec.structs.asdict(scheduler.stats()),
-            total_bytes=self.ledger.total_bytes,
-            threshold=self.ledger.threshold,
-            decode_tokens_per_second=self.throughput.decode_tokens_per_second,
-            prefill_tokens_per_second=self.throughput.prefill_tokens_per_second,
-            step_seconds=self.throughput.step_seconds,
-            num_oom_events=engine.num_oom_events,
-            num_nonfinite_logits=engine.num_nonfinite_logits,
-            num_overlapped_steps=engine.num_overlapped_steps,
-            releases=scheduler.releases(),
-            ledger=self.ledger.states(),
-            rss_bytes=self.used_bytes(),
-            swap_seconds=self.swap_seconds(),
-            swap_bytes_per_second=self.swap_bytes_per_second,
-            kv_withheld_bytes=missing,
-        )
-
-    def ready(self, state: WorkerState) -> Ready:
-        """Return the message that describes the model, the worker and its initial state."""
-        return Ready(
-            profile=self.profile,
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-            dtype=self.dtype,
-            ranks=self.ranks,
-            fingerprint=self.fingerprint,
-            kv_space=self.kv_space,
-            longest_step_s=self.longest_step_s,
-            state=state,
-        )
-
-    def log_start(self) -> None:
-        """Log the model's properties, and which device computes which part of it."""
-        for place in self.ranks:
-            log.info("%s", place)
-        facts = {
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
-            "fingerprint": self.fingerprint.digest,
-        }
-        log.info("worker serves %s", self.name, extra=facts)
-
-    def stop(self) -> None:
-        """Stop the other ranks."""
-        self.stop_ranks()
 
 
 def start(
@@ -312,6 +213,7 @@ def _started(
         prompt_cost=own.prompt_cost,
     )
     scheduler = Scheduler(profile, limits, throughput, output_lengths, policy)
+    scheduler.events.about = {"limits": limits.as_json(), "longest_step_s": own.longest_step_s}
 
     return Started(
         engine=_engine(scheduler, runner, throughput, own),

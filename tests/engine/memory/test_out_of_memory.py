@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from ullage_engine.memory.out_of_memory import (
+    OutOfMemoryFault,
     is_device_lost,
     is_out_of_memory,
     shortage_status,
 )
 from ullage_engine.protocol.errors import HOST_SHORT, GroupLostError
 from ullage_engine.protocol.errors import OUT_OF_MEMORY as OUT_OF_MEMORY_STATUS
-from ullage_engine.vllm_worker.engine import OutOfMemoryFault
 
 HINT = """
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below\

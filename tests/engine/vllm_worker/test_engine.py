@@ -11,6 +11,7 @@ from msgspec import structs
 from ullage_testing.fake_vllm import FakeVllm, next_token
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile, request_blocks, sample_blocks
+from ullage_engine.memory.out_of_memory import OutOfMemoryFault
 from ullage_engine.protocol.messages import Rejected
 from ullage_engine.protocol.requests import (
     BeamParams,
@@ -19,7 +20,7 @@ from ullage_engine.protocol.requests import (
     SamplingParams,
     TokenOutput,
 )
-from ullage_engine.vllm_worker.engine import OutOfMemoryFault, VllmEngine
+from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits
 

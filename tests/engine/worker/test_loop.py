@@ -1,5 +1,6 @@
 """The worker's loop between steps: how long it waits for further requests."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +10,14 @@ from typing import cast
 import pytest
 
 from ullage_common.config.engine import BatchingSection, DegradeSection
+from ullage_engine.memory.out_of_memory import OutOfMemoryFault
 from ullage_engine.memory.pressure import PressureController
 from ullage_engine.protocol.errors import MemoryShortError
 from ullage_engine.protocol.messages import Shutdown, StateReport, Submit, ToWorker
 from ullage_engine.protocol.request_events import RequestEvents
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.worker_state import WorkerState
-from ullage_engine.vllm_worker.engine import OutOfMemoryFault
-from ullage_engine.worker.loop import DRAIN_S, Link, StartedEngine, Worker
+from ullage_engine.worker.loop import DRAIN_S, Link, StartedEngine, Turns, Worker
 
 
 class FakeEngine:
@@ -52,6 +53,15 @@ class FakeLink:
         return None
 
 
+def take_messages(worker: Worker, link: FakeLink) -> None:
+    """Let the worker take the link's messages, as `Worker.run` does at the start of each turn."""
+    receiving: Turns = worker._take_messages()
+    with contextlib.suppress(StopIteration):
+        timeout_s = next(receiving)
+        while True:
+            timeout_s = receiving.send(link.receive(timeout_s))
+
+
 def request(name: str) -> Submit:
     return Submit(
         requests=[
@@ -85,7 +95,7 @@ def test_more_requests_are_waited_for_only_where_no_decode_is_due(
     pressure = PressureController(DegradeSection())
     windows = BatchingSection(prefill_window=60.0, decode_window=30.0)
     worker = Worker(started, windows, cast(Link, link), pressure)
-    worker._take_messages()
+    take_messages(worker, link)
     assert bool(link.waited_s) == bool(window_s)
     assert all(window_s / 2 < waited <= window_s for waited in link.waited_s[:1])
 
@@ -115,7 +125,7 @@ def test_a_flood_of_requests_delays_a_step_by_no_more_than_its_time(has_work: bo
     while engine.num_taken < 1000:
         engine.now_s += 0.1  # a step
         before = engine.num_taken
-        worker._take_messages()
+        take_messages(worker, link)
         taken.append(engine.num_taken - before)
 
     # An idle worker collects more until its window ends, within the same bound.

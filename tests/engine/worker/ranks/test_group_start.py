@@ -15,7 +15,8 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
 from ullage_engine.protocol.errors import RankFailedError, WorkerStartError
 from ullage_engine.protocol.messages import Loading
-from ullage_engine.worker.startup import Started, start
+from ullage_engine.worker.started import Started
+from ullage_engine.worker.startup import start
 
 LFM2 = {
     "model_type": "lfm2",

@@ -19,7 +19,8 @@ from ullage_engine.protocol.messages import KvFound, KvGranted
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.worker.rank import HostTier
-from ullage_engine.worker.startup import Started, start
+from ullage_engine.worker.started import Started
+from ullage_engine.worker.startup import start
 from ullage_kv import Arena, Store
 
 ATTENTION = {"model_type": "llama", "num_hidden_layers": 5, "tie_word_embeddings": False}
