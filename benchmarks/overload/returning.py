@@ -1,7 +1,7 @@
 """Measures how well Retry-After predicts the wait on real engines.
 
-Many clients arrive at once. A refused client returns after its Retry-After, until it is served. The
-time that it really needed is
+Many clients arrive within seconds. A refused client returns after its Retry-After, until it is
+served. The time that it really needed is
 
     needed = Retry-After + time in the queue after its return - time for which a place was free
 
@@ -27,6 +27,7 @@ WARM_UP = 16
 WORDS = 150
 OUTPUT = 64
 MODEL = "smollm2-135m"
+ARRIVAL_S = 0.03
 LOOK_S = 0.1
 MOST_S = 300.0
 LEAST_ACCEPTED = 0.9
@@ -104,14 +105,18 @@ class Watch:
 
 
 async def burst(url: str, seed: int, num_clients: int) -> Measured:
-    """Send all clients at once, and wait until all are served."""
+    """Send all clients, and wait until all are served."""
     clients = [Returning(10_000 * seed + number) for number in range(num_clients)]
     watch = Watch()
     began = time.monotonic()
     connector = aiohttp.TCPConnector(limit=0)
     async with asyncio.timeout(MOST_S), aiohttp.ClientSession(connector=connector) as session:
         watching = asyncio.create_task(watch.run(session, url))
-        await asyncio.gather(*(client.ask(session, url) for client in clients))
+        tasks = []
+        for client in clients:
+            tasks.append(asyncio.create_task(client.ask(session, url)))
+            await asyncio.sleep(ARRIVAL_S)
+        await asyncio.gather(*tasks)
         took_s = time.monotonic() - began
         await asyncio.sleep(2 * LOOK_S)
         watching.cancel()
@@ -125,6 +130,7 @@ async def burst(url: str, seed: int, num_clients: int) -> Measured:
             "accepted": [accepted / len(refused)] if refused else [],
             "told / needed": [told / needed for told, needed in pairs],
             "told - needed": [told - needed for told, needed in pairs],
+            "told": [told for told, _ in pairs],
             "took": [took_s],
             "refused": [len(refused)],
         },
@@ -155,9 +161,11 @@ async def measure(folder: Path, rounds: int, patience_s: float) -> list[Verdict]
     lower, median, upper = statistics.quantiles(ratios, n=4)
     refused = [each.values["refused"][0] for each in rounds_of]
     took_s = [each.values["took"][0] for each in rounds_of]
-    print(f"Retry-After: {CLIENTS} clients at once, {rounds} rounds")
+    told_s = [told for each in rounds_of for told in each.values["told"]]
+    print(f"Retry-After: {CLIENTS} clients, one every {ARRIVAL_S:g} s, {rounds} rounds")
     print(f"    refused {spread(refused)}, last answer after {spread(took_s)} s")
     print(f"    {text(one.outcomes())}")
+    print(f"    first told {spread(told_s)} s")
     print(f"    told / needed: median {median:.2f}, the middle half {lower:.2f} to {upper:.2f}")
     print(f"    told - needed: {spread(late)} s")
     return [
