@@ -36,15 +36,31 @@ retry_after     number of clients by the seconds in their first Retry-After
 took_s          time from the first request to the last answer
 shortest_s      the same time on an engine that is never idle
 
+With --cases, the benchmark instead serves examples/smollm2.yaml, with changes that a case names,
+and compares variants in alternating rounds. Each begins once other processes are quiet. The
+benchmark prints the median and the spread of the rounds, and judges them by the requirements:
+
+pressure   p95 of answers while another process takes the engines' memory, against calm times. Needs
+           root, for control groups.
+peak       first tokens at peak with a bound on the sequences that a step decodes, against none
+large      p95 of requests that take the large pool, alone and beside ordinary ones
+returning  how many refused clients are accepted after Retry-After, and how that compares with the
+           time that they needed
+prefill    first tokens of long and short prompts on two engines of one core each, distributed by
+           their work, against engines in turn
+
 examples:
   python -m benchmarks overload
   python -m benchmarks overload --real
   python -m benchmarks overload --prometheus
   python -m benchmarks overload --refused 60
+  python -m benchmarks overload --cases all --json cases.json
+  python -m benchmarks overload --cases pressure peak --rounds 7
   python -m benchmarks overload --quick
 
 exit status: 0 nothing hung, all statuses were 200, 429, 503 or 504, and no limit was missed (with
---refused: every client was served and none was refused again), 1 otherwise
+--refused: every client was served and none was refused again; with --cases: every figure met its
+limit), 1 otherwise
 """
 
 import asyncio
@@ -64,7 +80,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from benchmarks.overload import refused
+from benchmarks.overload import cases, refused
 from benchmarks.support.kv_engine import MODEL, blocks_of
 from benchmarks.support.one_engine import start_engine as start_real_engine
 from benchmarks.support.options import new_parser
@@ -431,9 +447,18 @@ def main() -> int:
     parser.add_argument(
         "--refused", type=int, metavar="N", help="measure N refused clients that come back instead"
     )
+    parser.add_argument("--cases", nargs="+", choices=[*cases.CASES, "all"], help="instead")
+    parser.add_argument("--rounds", type=int, help="rounds of each case (2 to 5 by default)")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="most seconds to wait for a quiet machine"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures of --cases here")
     o = parser.parse_args()
     if o.refused is not None:
         return refused.measure(o.refused, o.slots, o.token_s)
+    if o.cases:
+        names = list(cases.CASES) if "all" in o.cases else o.cases
+        return cases.measure(names, o.rounds, o.patience, o.json)
 
     if o.quick:
         o.seconds = 3.0

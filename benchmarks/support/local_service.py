@@ -9,10 +9,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import grpc
 import psutil
@@ -22,6 +22,7 @@ from benchmarks.support.one_engine import MODEL, WORKERS
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/smollm2.yaml"
 STOP_S = 60.0
 DEVICE_MIB = 1500
 TOKEN_BYTES = 23_040
@@ -40,6 +41,10 @@ class Service:
     @property
     def target(self) -> str:
         return str(self.state["grpc_target"])
+
+    @property
+    def url(self) -> str:
+        return str(self.state["http_url"])
 
     def server_pid(self, number: int) -> int:
         return int(self.state["engines"][number]["pid"])
@@ -64,12 +69,24 @@ class Service:
         return sums
 
 
-def start(manifest: Path, state_file: Path) -> tuple[subprocess.Popen[bytes], float]:
-    """Start `ullage up`, and return its process and the seconds until it was ready."""
+def start(
+    manifest: Path,
+    state_file: Path,
+    log: IO[bytes] | None = None,
+    within: Callable[[Sequence[str]], list[str]] = list,
+) -> tuple[subprocess.Popen[bytes], float]:
+    """Start `ullage up`, and return its process and the seconds until it was ready.
+
+    Args:
+        manifest: file with the service.
+        state_file: file that the service writes once it is ready.
+        log: file for the service's log, or None for this process's standard error.
+        within: returns a command that runs the given one, such as in a container.
+    """
     command = [sys.executable, "-m", "ullage_cli.main", "up", "-f", str(manifest)]
     command += ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
     started = time.monotonic()
-    service = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    service = subprocess.Popen(within(command), stdout=subprocess.DEVNULL, stderr=log)
     while not state_file.exists():
         if service.poll() is not None:
             raise SystemExit(f"error: ullage up exited with status {service.returncode}")
@@ -90,11 +107,62 @@ async def service_up(
     Raises:
         SystemExit: the service does not start, or does not stop within a minute.
     """
+    async with _up(folder, _manifest(max_kv, tiers, is_deterministic, batching)) as service:
+        yield service
+
+
+@contextlib.asynccontextmanager
+async def example_up(
+    folder: Path,
+    changes: Mapping[str, Any],
+    within: Callable[[Sequence[str]], list[str]] = list,
+) -> AsyncIterator[Service]:
+    """Run the service of examples/smollm2.yaml until the block ends, with its log in `folder`.
+
+    Args:
+        folder: a new folder for the service's files.
+        changes: sections of the service's `spec`, of which the given fields are replaced. None
+            removes a field.
+        within: returns a command that runs the given one, such as in a container.
+
+    Raises:
+        SystemExit: the service does not start, or does not stop within a minute.
+    """
+    document = _example(folder, changes)
+    with (folder / "log").open("wb") as log:
+        async with _up(folder, document, log, within) as service:
+            yield service
+
+
+def _example(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    folder.mkdir()
+    document: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+    _merge(document["spec"], changes)
+    return document
+
+
+def _merge(section: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for name, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(section.get(name), dict):
+            _merge(section[name], value)
+        elif value is None:
+            section.pop(name, None)
+        else:
+            section[name] = value
+
+
+@contextlib.asynccontextmanager
+async def _up(
+    folder: Path,
+    document: Mapping[str, Any],
+    log: IO[bytes] | None = None,
+    within: Callable[[Sequence[str]], list[str]] = list,
+) -> AsyncIterator[Service]:
     path = folder / "service.yaml"
-    path.write_text(yaml.safe_dump(_manifest(max_kv, tiers, is_deterministic, batching)))
+    path.write_text(yaml.safe_dump(document))
     state_file = folder / "state.json"
     state_file.unlink(missing_ok=True)
-    starting = asyncio.ensure_future(asyncio.to_thread(start, path, state_file))
+    starting = asyncio.ensure_future(asyncio.to_thread(start, path, state_file, log, within))
     try:
         process, _ = await asyncio.shield(starting)
         yield Service(process, json.loads(state_file.read_text()))

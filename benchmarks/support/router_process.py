@@ -39,16 +39,21 @@ async def start_router(
     addresses: list[str],
     to: Path,
     slo: Mapping[str, float] = OBJECTIVES,
+    **sections: Mapping[str, Any],
 ) -> tuple[str, psutil.Process]:
-    """Start a router, and return the router's URL and process."""
+    """Start a router, and return the router's URL and process.
+
+    `sections` are further sections of the router's configuration.
+    """
     anywhere = {"host": "127.0.0.1", "port": 0}
-    config = {
+    config: dict[str, Any] = {
         "model": model,
         "http": {**anywhere, "public_stats": True},
         "grpc": anywhere,
         "metrics": anywhere,
         "pools": [{"name": "single", "targets": addresses}],
         "slo": dict(slo),
+        **sections,
     }
 
     path = to / "router.yaml"

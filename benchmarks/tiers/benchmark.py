@@ -28,13 +28,12 @@ examples:
 
 import argparse
 import json
-import os
-import platform
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.machine import machine
 from benchmarks.support.options import new_parser
 from benchmarks.support.plots import draw_bars
 from benchmarks.tiers.engine import measure_engine, print_engine
@@ -43,18 +42,6 @@ from benchmarks.tiers.store import measure_store, print_store
 
 PARTS = ("store", "engine", "vllm")
 VLLM = Path(__file__).resolve().parents[2] / ".venv-vllm/bin/python"
-GIB = 1 << 30
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    name = names[0] if names else platform.machine()
-    load = os.getloadavg()[0]
-    return (
-        f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB, load {load:.1f}, {platform.release()}"
-    )
 
 
 def plot(rows: dict[str, dict[str, float]], path: Path) -> None:

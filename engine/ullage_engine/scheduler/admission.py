@@ -144,11 +144,15 @@ class AdmissionControl:
             yield each.after_s, each.num_bytes
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield each sequence's expected memory release, as (seconds from now, bytes)."""
+        """Yield each sequence's expected memory release, as (seconds from now, bytes).
+
+        The prompts of all sequences delay each of them: those ahead are computed before its own
+        prompt, and those behind it share the steps in which it decodes.
+        """
+        num_prompt = self._sequences.num_backlog_tokens
         for each in self._sequences:
             blocks = each.num_reserved + self._num_held(each)
             if blocks:
-                num_prompt = 0 if each.is_decoding else each.num_remaining
                 after = self._throughput.seconds_until(num_prompt, each.expected_remaining)
                 yield after, round(blocks * self._profile.block_bytes)
 

@@ -107,6 +107,35 @@ def test_releases_tell_what_comes_back_and_are_bounded(bench: Any) -> None:
     assert sum(release.num_bytes for release in releases) == held
 
 
+def test_the_releases_of_a_burst_wait_for_the_prompts_of_all(bench: Any) -> None:
+    """Sixteen prompts take longer than one, also for the sequence that is computed first."""
+    throughput = ThroughputEstimator()
+    limits = SchedulerLimits(512, 16, 512, True, 100_000)
+    scheduler = Scheduler(
+        bench.make_profile(16 * 14), limits, throughput, OutputLengthEstimator(512, start=64)
+    )
+
+    def run() -> float:
+        """Run all to their ends, and return the seconds that the steps took."""
+        total_s = 0.0
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            decodes = sum(chunk.start >= 150 for chunk in plan.chunks)
+            prompt = plan.num_tokens - decodes
+            seconds = 0.005 + 0.001 * decodes + 0.001 * prompt
+            scheduler.commit(bench.sample(plan))
+            throughput.observe(seconds, num_decodes=decodes, num_prompt_tokens=prompt)
+            total_s += seconds
+        return total_s
+
+    scheduler.submit(bench.make_request("a", 150, max_tokens=64))
+    run()
+    for number in range(16):
+        scheduler.submit(bench.make_request(f"b{number}", 150, max_tokens=64))
+    predicted_s = scheduler.releases()[-1].after_s
+    assert predicted_s == pytest.approx(run(), rel=0.3)
+
+
 def test_a_report_looks_at_few_of_the_blocks(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = bench.make_scheduler(blocks=400)
     for number in range(8):

@@ -19,6 +19,10 @@ def samples(rig: Any, prompt: list[int], count: int, max_tokens: int = 8) -> lis
 def peak_blocks(rig: Any, requests: list[Any]) -> int:
     """Most blocks that sequences hold at once until all have ended."""
     assert rig.submit(*requests) is None
+    return peak_of_run(rig)
+
+
+def peak_of_run(rig: Any) -> int:
     peak = 0
     while rig.scheduler.has_work:
         rig.step()
@@ -84,6 +88,23 @@ def test_samples_need_little_more_than_one(
         for rig in [make_rig(blocks=400, policy=policy, max_sequences=16, prompt_tokens=512)]
     )
     assert several <= ratio * one
+
+
+@CACHES
+@pytest.mark.parametrize(("count", "output"), [(1, 64), (2, 64), (4, 128), (8, 128)])
+def test_the_price_of_a_group_is_what_it_takes(
+    make_rig: MakeRig, policy: KvPolicy, count: int, output: int
+) -> None:
+    """Within 3 %, over prompts of every remainder modulo a block."""
+    priced = 0
+    taken = 0
+    for length in range(600, 616):
+        rig = make_rig(blocks=400, policy=policy, prompt_tokens=512, expected=output)
+        before = rig.scheduler.stats().headroom_bytes
+        assert rig.submit(*samples(rig, (PROMPT * 7)[:length], count, output)) is None
+        priced += before - rig.scheduler.stats().headroom_bytes
+        taken += peak_of_run(rig) * rig.block_bytes
+    assert abs(taken / priced - 1) <= 0.03, taken / priced
 
 
 def test_a_group_pays_for_its_prompt_once(make_rig: MakeRig) -> None:
