@@ -8,7 +8,6 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import unknown_response
-from ullage_router.http.long_bodies import LONG_BODY_BYTES
 from ullage_router.http.messages import Body, Reply, Request
 from ullage_router.http.openai.endpoint import Dialect, Parsed, sampling_defaults
 from ullage_router.http.responses.answer import ResponsesAnswer
@@ -63,8 +62,6 @@ def _keep(
 ) -> None:
     """Store a response, with the conversation that ends with the answer's turn."""
     answered = inference_pb2.Messages(messages=[turn]).SerializeToString()
-    if len(asked.conversation) + len(answered) > LONG_BODY_BYTES:
-        return  # requests that continue it would avoid the turns that long bodies take
     # Serialized messages that follow one another are the serialized list of all their turns.
     conversation = asked.conversation + answered
     root = asked.previous.root if asked.previous else name

@@ -9,6 +9,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_MESSAGES
 from ullage_common.wire.validation import check_calls, invalid_value
+from ullage_router.http.long_bodies import LONG_BODY_BYTES
 from ullage_router.http.openai.decoding import parse, utf8
 from ullage_router.http.openai.requests import from_common
 from ullage_router.http.openai.responses import JSON
@@ -55,7 +56,11 @@ class Asked:
     repeated: JSON
     """The fields of the request that the response repeats."""
     conversation: bytes
-    """Serialized `Messages` without the instructions, if the response is to be stored."""
+    """Serialized `Messages` without the instructions. Empty if the response is not to be stored.
+
+    Long conversations are not stored, since requests that continue them would avoid the turns that
+    long bodies take.
+    """
     previous: StoredResponse | None
     """The response that the request continues."""
     namespaces: Mapping[str, str]
@@ -84,6 +89,8 @@ def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns:
     request = _without_input(body)
     messages = request.messages
     messages.SetInParent()
+    if body.instructions:
+        messages.messages.add(role="system", content=utf8("instructions", body.instructions))
     if previous:
         messages.MergeFromString(previous.conversation)
     if isinstance(body.input, str):
@@ -94,10 +101,9 @@ def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns:
         given = f"a conversation with {len(messages.messages)} turns"
         raise invalid_value("input", given, f"at most {MAX_MESSAGES} turns")
     check_calls(sum(len(message.tool_calls) for message in messages.messages))
-    conversation = messages.SerializeToString() if is_stored else b""
+    is_short = messages.ByteSize() <= LONG_BODY_BYTES
+    conversation = _stored(body, messages) if is_stored and is_short else b""
 
-    if body.instructions:
-        _put_first(messages, utf8("instructions", body.instructions))
     if arguments := _template_arguments(body):
         messages.template_arguments = utf8_json("chat_template_kwargs", arguments)
     tools = read_tools(body.tools)
@@ -106,7 +112,7 @@ def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns:
     if functions is not None:
         messages.tools.CopyFrom(functions)
 
-    repeated = _repeated(body, is_stored=is_stored)
+    repeated = _repeated(body, is_stored=bool(conversation))
     repeated["tools"] = msgspec.Raw(msgspec.json.encode([as_answered(tool) for tool in tools]))
     kept_bytes = len(conversation) + sum(
         len(bytes(value)) for value in repeated.values() if isinstance(value, msgspec.Raw)
@@ -208,9 +214,10 @@ def _format(form: TextFormat | None) -> ResponseFormat | None:
     return ResponseFormat(form.type, schema)
 
 
-def _put_first(conversation: inference_pb2.Messages, instructions: str) -> None:
-    """Put the instructions before the turns of a conversation."""
-    conversation.messages.insert(0, inference_pb2.Message(role="system", content=instructions))
+def _stored(body: ResponsesRequest, messages: inference_pb2.Messages) -> bytes:
+    """Return the serialized conversation without the instructions, which hold for one request."""
+    turns = messages.messages[1:] if body.instructions else messages.messages
+    return inference_pb2.Messages(messages=turns).SerializeToString()
 
 
 def _template_arguments(body: ResponsesRequest) -> dict[str, object]:
