@@ -23,8 +23,9 @@ from urllib.parse import urlsplit
 from ullage_common.config.router import ANY_ORIGIN, CORSSection
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import forbidden, http_status
+from ullage_router.http.error_bodies import error_body
 from ullage_router.http.messages import Endpoint, Headers, Reply, Request
-from ullage_router.http.openai.errors import envelope, error_headers
+from ullage_router.http.openai.errors import error_headers
 
 API = "/v1/"
 """Prefix of the paths with CORS headers, whose responses any holder of an API key may read."""
@@ -36,7 +37,7 @@ MAX_HOST = 253 + len(".:65535")
 """Maximum length of a Host header: the longest DNS name with its trailing dot and a port."""
 KEPT_NAMES = 256
 """Number of hosts whose check results are cached. Nearly all requests name the same host."""
-_METHODS = b"GET, HEAD, POST, OPTIONS"
+_METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 _EXPOSED = (
     b"retry-after, x-request-id, x-should-retry, x-ratelimit-limit-requests, "
     b"x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
@@ -78,7 +79,7 @@ class OriginGuard:
                 self._check(request, origin)
             except ServiceError as error:
                 headers = [(b"content-type", b"application/json"), *error_headers(error)]
-                await reply.whole(http_status(error), headers, envelope(error))
+                await reply.whole(http_status(error), headers, error_body(request.path, error))
                 return
 
             if self._origins and self._is_api and request.path.startswith(API):

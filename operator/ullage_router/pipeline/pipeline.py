@@ -20,7 +20,14 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import check_task, validate_request
 from ullage_router import errors
 from ullage_router.admission.scale_to_zero import ScaleToZero
-from ullage_router.call import Call, Handler, ResponseStream, asked_tokens, num_samples
+from ullage_router.call import (
+    Call,
+    CountedPrompt,
+    Handler,
+    ResponseStream,
+    asked_tokens,
+    num_samples,
+)
 from ullage_router.cascade.cascade import Cascade
 from ullage_router.engines.engines import Engines
 from ullage_router.pipeline.coalesce import Coalescer
@@ -109,10 +116,19 @@ class RequestStages:
         optional = self._optional
         if optional.rollout:
             optional.rollout.refuse_when_stopped()
+        if call.counts_only:
+            return await self._counted(call)
         run = self._in_cascade if optional.cascade else self._on_own_engines
         if optional.idempotency:
             return await optional.idempotency.repeat(call, run)
         return await run(call)
+
+    async def _counted(self, call: Call) -> ResponseStream:
+        """Count the tokens of the prompt for this service's own model. No tokens are charged."""
+        if self._optional.scale_to_zero:
+            await self._optional.scale_to_zero.wait_for_model(call)
+        prompt = await self._render(call, Side.STABLE)
+        return CountedPrompt(len(prompt.token_ids))
 
     async def _in_cascade(self, call: Call) -> ResponseStream:
         """Run the cascade, whose steps may include this service's own engines.

@@ -12,9 +12,10 @@ import pytest
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_router.http.limits import HTTPLimits
-from ullage_router.http.messages import asgi
+from ullage_router.http.messages import Body, asgi
 from ullage_router.http.openai.endpoint import Dialect, GenerateEndpoint, Parsed
-from ullage_router.http.openai.responses import ChatFormat
+from ullage_router.http.openai.errors import openai_errors
+from ullage_router.tenants.session import TenantSession
 
 if TYPE_CHECKING:
     Service = Any
@@ -343,7 +344,7 @@ def test_errors_are_counted(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
-def broken(body: bytes) -> Parsed:
+def broken(body: Body, tenant: TenantSession) -> Parsed:
     raise ValueError("a bug")
 
 
@@ -351,7 +352,7 @@ def test_a_bug_in_reading_a_body_is_counted_too(start_service: "StartService") -
     async def scenario() -> None:
         async with start_service() as service:
             endpoint = GenerateEndpoint(
-                service.router.service, Dialect(broken, ChatFormat, "messages")
+                service.router.service, Dialect(broken, openai_errors("messages"))
             )
             transport = httpx.ASGITransport(asgi(endpoint, HTTPLimits()))
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:

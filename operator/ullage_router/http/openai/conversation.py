@@ -18,7 +18,7 @@ from ullage_router.http.openai.schemas import (
     ToolCall,
 )
 
-_MODES = {
+MODES = {
     "none": inference_pb2.TOOL_MODE_NONE,
     "auto": inference_pb2.TOOL_MODE_AUTO,
     "required": inference_pb2.TOOL_MODE_REQUIRED,
@@ -88,9 +88,9 @@ def _choice(choice: str | NamedTool | None) -> tuple[inference_pb2.ToolMode, str
     if choice is None:
         return inference_pb2.TOOL_MODE_AUTO, ""
     if isinstance(choice, str):
-        if choice not in _MODES:
+        if choice not in MODES:
             raise invalid_value("tool_choice", choice, _CHOICES)
-        return _MODES[choice], ""
+        return MODES[choice], ""
     if choice.type != "function" or not choice.function:
         raise invalid_value("tool_choice.type", choice.type, _CHOICES)
     return inference_pb2.TOOL_MODE_NAMED, utf8("tool_choice.function.name", choice.function.name)

@@ -26,10 +26,15 @@ from ullage_router.http.client_timeout import time_limit_s
 from ullage_router.http.limits import BodyRoom
 from ullage_router.http.messages import Body, Reply, Request
 from ullage_router.http.openai.decoding import decode_field, long_token_lists, parse, utf8
-from ullage_router.http.openai.endpoint import Writer, as_service_error, request_id
+from ullage_router.http.openai.endpoint import (
+    EMBEDDINGS,
+    Writer,
+    as_service_error,
+    request_id,
+)
 from ullage_router.http.openai.requests import set_tokens
 from ullage_router.http.openai.responses import JSON, prompt_tokens_details
-from ullage_router.http.openai.schemas import Token
+from ullage_router.http.openai.schemas import Refusing, Token
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord, cached_tokens
@@ -50,7 +55,7 @@ Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Input = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
-class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EmbeddingsRequest(Refusing, frozen=True, kw_only=True):
     """The body of a POST request to /v1/embeddings."""
 
     input: msgspec.Raw
@@ -67,22 +72,6 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
         "truncate_prompt_tokens": (None,),
         "add_special_tokens": (None, True),
     }
-    """Fields that the service does not support, with the values that have no effect."""
-
-    @classmethod
-    def neutral_values(cls, name: str) -> tuple[object, ...]:
-        """Return all values of the field that have no effect and are therefore accepted."""
-        return cls.NEUTRAL[name]
-
-    def refused(self) -> tuple[str, object] | None:
-        """Return the first field that requests an unsupported feature, with its value.
-
-        Return None if there is no such field.
-        """
-        for name, neutral in self.NEUTRAL.items():
-            if (value := getattr(self, name)) not in neutral:
-                return name, value
-        return None
 
 
 _BODY = msgspec.json.Decoder(EmbeddingsRequest)
@@ -118,7 +107,7 @@ class EmbeddingsEndpoint:
             # The traceback holds the body, and this frame would hold the error: a reference cycle.
             refusal = as_service_error(error, record).with_traceback(None)
             service.pipeline.refuse(record, refusal, tenant, trace_context(request.headers))
-            await Writer(reply, record, "input").error(refusal)
+            await Writer(reply, record, EMBEDDINGS).error(refusal)
             return
 
         is_base64 = body.encoding_format == "base64"
@@ -134,11 +123,13 @@ class EmbeddingsEndpoint:
                 await run.compute()
             except Exception as error:
                 request.end_turn()  # a slow client must not keep its turn while it reads the error
-                await Writer(reply, run.record, "input").error(as_service_error(error, run.record))
+                await Writer(reply, run.record, EMBEDDINGS).error(
+                    as_service_error(error, run.record)
+                )
                 return
 
             pieces = run.pieces(is_base64=is_base64)
-            await Writer(reply, run.record, "input").in_pieces(pieces)
+            await Writer(reply, run.record, EMBEDDINGS).in_pieces(pieces)
         finally:
             run.close()
 

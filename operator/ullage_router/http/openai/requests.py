@@ -64,7 +64,7 @@ def from_chat(chat: ChatRequest) -> Request:
     Raises:
         ServiceError: A field is invalid. The error names the field.
     """
-    request = _from_common(chat, chat.max_completion_tokens or chat.max_tokens)
+    request = from_common(chat, chat.max_completion_tokens or chat.max_tokens)
 
     # Set even when empty, so that the error names `messages` rather than the missing input.
     request.messages.SetInParent()
@@ -87,7 +87,7 @@ def from_completion(completion: CompletionRequest) -> Request:
         ServiceError: A field is invalid. The error names the field.
     """
     _check_no_chat(completion)
-    request = _from_common(completion, completion.max_tokens)
+    request = from_common(completion, completion.max_tokens)
     _set_prompt(request, completion.prompt)
 
     if completion.logprobs is not None:
@@ -104,7 +104,12 @@ def _check_no_chat(completion: CompletionRequest) -> None:
             raise invalid(name, f"{name} is for chats; leave it out or use /v1/chat/completions")
 
 
-def _from_common(common: Common, max_tokens: int | None) -> Request:
+def from_common(common: Common, max_tokens: int | None) -> Request:
+    """Convert the fields that endpoints share to a GenerateRequest without its input.
+
+    Raises:
+        ServiceError: A field is invalid. The error names the field.
+    """
     sampling = inference_pb2.SamplingParams(
         temperature=common.temperature,
         top_p=common.top_p,

@@ -25,12 +25,12 @@ MAX_FIELD_BYTES = 64 << 10
 """Maximum size of a field's JSON in bytes, unless the field is a grammar or an input."""
 MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
 """Maximum bytes of a grammar's JSON, which allows for escapes of six bytes per character."""
-INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
+INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input", "instructions", "system"})
 """Fields that may be larger than MAX_FIELD_BYTES.
 
 Some of them have separate limits. The others are limited only by the maximum size of the body.
 """
-GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
+GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs", "text", "output_config"})
 NULL = msgspec.Raw(b"null")
 
 _USUAL: tuple[object, ...] = (False, [], {})
@@ -157,6 +157,28 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     choice: Choice | None = None
     grammar: str | None = None
     """A grammar in llguidance's dialect of Lark."""
+
+
+class Refusing(msgspec.Struct, frozen=True, kw_only=True):
+    """Base class of bodies with some fields that the service does not support."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {}
+    """The unsupported fields, with the values that have no effect."""
+
+    @classmethod
+    def neutral_values(cls, name: str) -> tuple[object, ...]:
+        """Return all values of the field that have no effect and are therefore accepted."""
+        return cls.NEUTRAL[name]
+
+    def refused(self) -> tuple[str, object] | None:
+        """Return the first field that requests an unsupported feature, with its value.
+
+        Return None if there is no such field.
+        """
+        for name, neutral in self.NEUTRAL.items():
+            if (value := getattr(self, name)) not in neutral:
+                return name, value
+        return None
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
