@@ -170,7 +170,9 @@ class JournalEntry:
         self.last_token_at: float | None = None
         self._preemptions_before = 0
         self._preemptions_now = 0
-        self._detokenizer = Detokenizer(token_bytes, job.stop_strings, job.special_tokens)
+        self._detokenizer = Detokenizer(
+            token_bytes, job.stop_strings, job.special_tokens, job.reasoning
+        )
         self._update = Update(text=prefix)
         self._news = news
         self._pace = pace

@@ -133,6 +133,8 @@ class ValidatedRequest:
     echo: bool
     special_tokens: bool = False
     """Whether special tokens are included in the output text."""
+    reasoning: tuple[str, str] = ("", "")
+    """Marks around reasoning, in which stop strings do not count. Empty if there is none."""
     samples: SamplePlan = field(default_factory=SamplePlan)
     degraded: tuple[str, ...] = ()
     """Limits that were lowered due to memory pressure, as `name=value`."""
@@ -230,6 +232,7 @@ def validated_request(
         delta_token_ids=request.output.return_token_ids or request.output.delta_token_ids,
         echo=request.output.echo,
         special_tokens=request.output.special_tokens,
+        reasoning=(request.reasoning.begin, request.reasoning.end),
         samples=samples,
         received=tuple(
             PartialAnswer(list(one.token_ids), one.text_length, _REASONS.get(one.reason))
@@ -292,6 +295,10 @@ def _stop_token_ids(stop: pb.StopConditions, eos_token_ids: tuple[int, ...]) -> 
 def _check_vocabulary(request: pb.GenerateRequest, vocab_size: int) -> None:
     check_vocabulary("logit_bias", request.sampling.logit_bias, vocab_size)
     check_vocabulary("stop_token_ids", request.stop.stop_token_ids, vocab_size)
+    for name in ("begin_token_id", "end_token_id"):
+        if request.reasoning.HasField(name):
+            ids = [getattr(request.reasoning, name)]
+            check_vocabulary(f"reasoning.{name}", ids, vocab_size)
     for answer in request.continuation.answers:
         check_vocabulary("continuation", answer.token_ids, vocab_size)
 

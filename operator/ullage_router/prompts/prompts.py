@@ -35,6 +35,8 @@ MAX_CHARACTERS_PER_TOKEN = 64
 """Maximum input characters per token of context length. Typical text has a sixteenth of this."""
 MAX_CONTEXTS = 16
 """Maximum length of a conversation with droppable turns, in multiples of the context length."""
+PROMPT_END_TOKENS = 32
+"""Tokens at a prompt's end that tell whether the template has begun the reasoning."""
 COUNTED_CONTEXTS = 4
 """Multiple of the context length up to which an overlong text's tokens are counted.
 
@@ -215,6 +217,9 @@ class PromptBuilder:
             finally:
                 del ids  # breaks the reference cycle of the error, its traceback and this frame
         check_prompt_tokens(ids, model.vocab_size, "messages")
+        if model.reasoning and not request.output.echo:
+            end = model.decode(ids[-PROMPT_END_TOKENS:])
+            use = use.with_reasoning(model.reasoning, end, model.is_special, model.mark_id)
         kept = turns if self._keeps_turns else ()
         prompt = Prompt(model, ids, kept, degraded, tool_use=use, arguments=arguments, weight=size)
         return await self._summarized(prompt, tenant) if self._summarizer else prompt
@@ -231,7 +236,7 @@ class PromptBuilder:
         self._check_whole(_num_characters(messages))
         _check_calls(messages)
         turns = tuple(make_turns(messages.messages))
-        use = tool_use(request, model.tool_format)
+        use = tool_use(request, model.tool_format, model.is_special)
         size = weight(turns) + use.num_characters + len(messages.template_arguments)
         self._check_whole(size)
         return turns, use, size

@@ -66,6 +66,7 @@ class RouterService:
             self.tls.dialer,
             accepts_plaintext=self.tls.accepts_plaintext,
             trusts_special_tokens=config.prompts.special_tokens == "trusted",
+            reasoning=config.prompts.reasoning,
         )
         self.balancer = LoadBalancer(routing.placement, self.engines)
 

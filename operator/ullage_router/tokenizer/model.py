@@ -6,14 +6,19 @@ Engines publish the tokenizer, and the router tokenises each request's text only
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.affixes import Affixes, affixes_of
+from ullage_common.chat.reasoning_formats import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    reasoning_format,
+)
 from ullage_common.chat.special_tokens import ClearMarks, SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.chat.token_finder import SpecialTokenError, TokenPiece
@@ -47,6 +52,25 @@ class Model:
     guard: SpecialTokenGuard | None
     """Keeps client text from being encoded as special tokens, or None if that is allowed."""
     description: inference_pb2.GetModelResponse
+    reasoning: ReasoningFormat | None = None
+    """Marks around the reasoning of answers, or None if reasoning stays text."""
+    added_tokens: Mapping[str, AddedToken] = field(default_factory=dict)
+    """Special and other tokens that were added to the tokenizer's vocabulary, by text."""
+
+    def is_special(self, text: str) -> bool:
+        """Return whether the tokenizer has a text as a special token."""
+        added = self.added_tokens.get(text)
+        return added is not None and added.special
+
+    def mark_id(self, text: str) -> int | None:
+        """Return the id of a text that grammars know as one token and not as characters.
+
+        These are special tokens, and added tokens in angle brackets.
+        """
+        added = self.added_tokens.get(text)
+        is_tag = text.startswith("<") and text.endswith(">")
+        is_token = added is not None and (added.special or is_tag)
+        return self.tokenizer.token_to_id(text) if is_token else None
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -77,6 +101,7 @@ class Model:
         """
         try:
             text, marks = self._written(messages, tools, arguments)
+            opening = self._after_reasoning(text, opening)
             if marks is None:
                 ids = self.encoder.encode(text + opening, most)
             else:
@@ -84,6 +109,15 @@ class Model:
         except (SpecialTokenError, UncutText) as error:
             raise PromptError(str(error)) from error
         return _around(Affixes(self.chat_prefix), ids)
+
+    def _after_reasoning(self, text: str, opening: str) -> str:
+        """Return the opening of the assistant's turn, after the end of reasoning if it has begun.
+
+        The template may end the prompt with the mark that begins the reasoning.
+        """
+        if not opening or not self.reasoning or not text.rstrip().endswith(self.reasoning.begin):
+            return opening
+        return f"\n{self.reasoning.end}\n\n{opening}"
 
     def write(
         self,
@@ -227,7 +261,9 @@ def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
 
 
 def load_model(
-    response: inference_pb2.GetModelResponse, trusts_special_tokens: bool = False
+    response: inference_pb2.GetModelResponse,
+    trusts_special_tokens: bool = False,
+    reasoning: str = "auto",
 ) -> Model:
     """Build the router's `Model` from an engine's description of its model.
 
@@ -237,6 +273,8 @@ def load_model(
         response: the engine's description of its model.
         trusts_special_tokens: whether client text that spells out a special token is encoded as
             that token.
+        reasoning: name of the format of reasoning, "auto" to detect it from the chat template, or
+            "off" to leave reasoning in the text.
 
     Raises:
         ValueError: the tokenizer or the chat template is invalid.
@@ -269,10 +307,20 @@ def load_model(
         bound=token_bound(tokenizer),
         guard=guard,
         description=response,
+        reasoning=_reasoning(template, reasoning),
+        added_tokens={
+            added.content: added for added in tokenizer.get_added_tokens_decoder().values()
+        },
     )
     trim_heap()  # parsing took as much memory again
     freeze_gc()
     return model
+
+
+def _reasoning(template: ChatTemplate | None, name: str) -> ReasoningFormat | None:
+    if template is None or name == "off":
+        return None
+    return reasoning_format(template.source) if name == "auto" else REASONING_FORMATS[name]
 
 
 def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:

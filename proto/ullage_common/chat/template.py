@@ -29,11 +29,14 @@ from jinja2.utils import Namespace
 from ullage_common.chat.client_text import ascii_json, escaped, formatted, interposed, joined
 from ullage_common.chat.template_looks import Looks, looks_of
 from ullage_common.chat.tool_formats import (
+    ToolFormat,
     Turn,
     described,
     for_format,
     tool_format,
+    with_arguments_as_text,
     with_calls_as_text,
+    with_numbered_ids,
     with_results_as_text,
     with_short_ids,
     with_tools_as_text,
@@ -102,7 +105,12 @@ class ChatTemplate:
         self._with_tools = _compiled(environment, tool_source) if tool_source else self._plain
         self.tool_format = tool_format(tool_source or source)
 
+        self.source = source
+        """Source text of the template for conversations without tools."""
+
         self._given = {**special_tokens, "documents": None}
+        self._wants_text_arguments = False
+        self._wants_text_arguments = self._refuses_objects()
         names = self._plain.names | self._with_tools.names
         self.variables = names - environment.globals.keys() - self._given.keys() - _OURS
         """Names of the variables that the template reads and that a client may set."""
@@ -140,6 +148,10 @@ class ChatTemplate:
         """
         compiled = self._with_tools if tools else self._plain
         messages = for_format(messages, self.tool_format)
+        if self.tool_format is ToolFormat.KIMI:
+            messages = with_numbered_ids(messages)
+        if self._wants_text_arguments:
+            messages = with_arguments_as_text(messages)
 
         if not compiled.knows_calls:
             messages = with_calls_as_text(messages, self.tool_format)
@@ -164,6 +176,18 @@ class ChatTemplate:
             return str.__str__(text)  # a plain string, even if it is ClientText
         except Exception as error:  # untrusted code may raise anything
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
+
+    def _refuses_objects(self) -> bool:
+        """Return whether the template takes the arguments of calls only as JSON text."""
+        as_objects = [_USER, _CALLING, _RESULT]
+        as_texts = with_arguments_as_text(as_objects)
+        return not self._accepts(as_objects) and self._accepts(as_texts)
+
+    def _accepts(self, turns: Sequence[Turn]) -> bool:
+        with contextlib.suppress(ChatTemplateError):
+            self.render(turns, tools=[_TOOL])
+            return True
+        return False
 
     def _samples(self) -> Iterator[str]:
         """Yield the prompts of short sample conversations.

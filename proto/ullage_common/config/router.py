@@ -502,8 +502,13 @@ SpecialTokens = Literal["template", "trusted"]
 """Which special tokens prompts may contain: the template's, or also those spelled in text."""
 
 
+Reasoning = Literal["auto", "off", "think", "mistral", "granite", "response"]
+"""Format in which the model writes reasoning. "auto" detects it from the chat template."""
+
+
 class PromptsSection(Strict, frozen=True, kw_only=True):
     special_tokens: SpecialTokens = "template"
+    reasoning: Reasoning = "auto"
     cleanse: CleanseSection = CleanseSection()
     compress: CompressSection = CompressSection()
 

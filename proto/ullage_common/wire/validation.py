@@ -47,6 +47,7 @@ def validate_request(request: inference_pb2.GenerateRequest) -> None:
     _check_sampling(request.sampling)
     _check_stop(request.stop)
     _check_grammar(request)
+    _check_reasoning(request.reasoning)
     _check_samples(request.samples)
 
     limit_s = request.step_limit_s
@@ -163,6 +164,13 @@ def _check_stop(stop: inference_pb2.StopConditions) -> None:
         size = len(text.encode())
         permitted = f"1 to {MAX_STOP_BYTES} bytes a string"
         _require(1 <= size <= MAX_STOP_BYTES, "stop", f"a string of {size} bytes", permitted)
+
+
+def _check_reasoning(reasoning: inference_pb2.Reasoning) -> None:
+    _check_bytes("reasoning.begin", reasoning.begin, MAX_STOP_BYTES)
+    _check_bytes("reasoning.end", reasoning.end, MAX_STOP_BYTES)
+    if reasoning.begin and not reasoning.end:
+        raise invalid_value("reasoning.end", "empty", f"1 to {MAX_STOP_BYTES} bytes")
 
 
 def _check_grammar(request: inference_pb2.GenerateRequest) -> None:

@@ -154,3 +154,36 @@ def test_added_tokens_in_latin_letters_are_written_as_themselves() -> None:
         assert spellings.text_bytes(token_id).decode() == text
     [*parts] = tokenizer.encode("\u00fc", add_special_tokens=False).ids
     assert b"".join(map(spellings.text_bytes, parts)).decode() == "\u00fc", "of bytes, as before"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    thought=st.text(alphabet="ab <>\n", max_size=12),
+    answer=st.text(alphabet="xyab", max_size=12),
+    is_open=st.booleans(),
+)
+def test_stop_strings_count_only_after_the_reasoning(
+    thought: str, answer: str, is_open: bool
+) -> None:
+    text = f"{thought}</think>{answer}" if is_open else f"\n<think>{thought}</think>{answer}"
+    reasoning = ("" if is_open else "<think>", "</think>")
+    detokenizer = Detokenizer(BYTES, ["ab", "b\n"], reasoning=reasoning)
+    shown = ""
+    stop = ""
+    for token_id in MODEL.encode_rendered(text):
+        piece = detokenizer.push(token_id)
+        shown += piece.text
+        stop = piece.stop_string
+        if stop:
+            break
+    shown += "" if stop else detokenizer.flush().text
+    before, found = first_completed(answer, ["ab", "b\n"])
+    assert stop == found
+    assert shown == text.removesuffix(answer) + before
+
+
+def test_an_answer_without_reasoning_stops_at_once() -> None:
+    detokenizer = Detokenizer(BYTES, ["ab"], reasoning=("<think>", "</think>"))
+    pieces = [detokenizer.push(token_id) for token_id in MODEL.encode_rendered("<thin ab")]
+    assert "".join(piece.text for piece in pieces) == "<thin "
+    assert pieces[-1].stop_string == "ab"

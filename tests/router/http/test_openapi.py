@@ -244,6 +244,7 @@ FINISHED = inference_pb2.Finished(
     usage=inference_pb2.Usage(
         prompt_tokens=2,
         completion_tokens=1,
+        reasoning_tokens=1,
         cached_tokens=2,
         cached_by_tier=[inference_pb2.CachedTokens(tier="host", tokens=2)],
     ),

@@ -81,7 +81,13 @@ def _tools(chat: ChatRequest) -> inference_pb2.Tools | None:
         return None
 
     single = chat.parallel_tool_calls is False
-    return inference_pb2.Tools(functions=functions, mode=mode, name=name, single_call=single)
+    return inference_pb2.Tools(
+        functions=functions,
+        mode=mode,
+        name=name,
+        single_call=single,
+        several_forced_calls=chat.parallel_tool_calls is True,
+    )
 
 
 def _choice(choice: str | NamedTool | None) -> tuple[inference_pb2.ToolMode, str]:
@@ -107,11 +113,17 @@ def _add_message(conversation: inference_pb2.Messages, field: str, message: Chat
         content=_content(f"{field}.content", message),
         tool_call_id=utf8(f"{field}.tool_call_id", message.tool_call_id or ""),
         name=utf8(f"{field}.name", message.name or ""),
-        reasoning=utf8(f"{field}.reasoning_content", message.reasoning_content or ""),
+        reasoning=_reasoning(field, message),
     )
 
     for j, call in enumerate(message.tool_calls or ()):
         _add_call(added, f"{field}.tool_calls[{j}]", call)
+
+
+def _reasoning(field: str, message: ChatMessage) -> str:
+    if message.reasoning:
+        return utf8(f"{field}.reasoning", message.reasoning)
+    return utf8(f"{field}.reasoning_content", message.reasoning_content or "")
 
 
 def _add_call(message: inference_pb2.Message, field: str, call: ToolCall) -> None:
@@ -126,7 +138,8 @@ def _add_call(message: inference_pb2.Message, field: str, call: ToolCall) -> Non
 
 def _content(field: str, message: ChatMessage) -> str:
     if message.content is None:
-        if message.role == "assistant" and (message.tool_calls or message.reasoning_content):
+        says_else = message.tool_calls or message.reasoning or message.reasoning_content
+        if message.role == "assistant" and says_else:
             return ""
         raise invalid_value(field, "null", "a string or a list of text parts")
     if isinstance(message.content, str):

@@ -233,7 +233,7 @@ class CompletionFormat:
 
 def usage(counted: inference_pb2.Usage) -> JSON:
     """Return a request's token counts as OpenAI's usage object."""
-    return {
+    counts: JSON = {
         "prompt_tokens": counted.prompt_tokens,
         "completion_tokens": counted.completion_tokens,
         "total_tokens": counted.prompt_tokens + counted.completion_tokens,
@@ -241,6 +241,10 @@ def usage(counted: inference_pb2.Usage) -> JSON:
             {each.tier: each.num_tokens for each in cached_tokens(counted)}
         ),
     }
+    if counted.reasoning_tokens:
+        details = {"reasoning_tokens": counted.reasoning_tokens}
+        counts["completion_tokens_details"] = details
+    return counts
 
 
 def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
@@ -307,7 +311,7 @@ def _chat_message(part: Collected) -> JSON:
     content = "".join(part.texts)
     message: JSON = {"role": "assistant", "content": content or (None if part.calls else "")}
     if part.reasoning:
-        message["reasoning_content"] = "".join(part.reasoning)
+        message |= _reasoning("".join(part.reasoning))
     if part.calls:
         message["tool_calls"] = [_tool_call(call) for call in part.calls]
     return message
@@ -316,10 +320,15 @@ def _chat_message(part: Collected) -> JSON:
 def _chat_delta(delta: Delta) -> JSON:
     message: JSON = {}
     if delta.reasoning:
-        message["reasoning_content"] = delta.reasoning
+        message |= _reasoning(delta.reasoning)
     if delta.tool_calls:
         message["tool_calls"] = [_tool_call_piece(piece) for piece in delta.tool_calls]
     return message | {"content": delta.text} if delta.text or not message else message
+
+
+def _reasoning(text: str) -> JSON:
+    """Return the reasoning under both names that clients look for."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _tool_call(call: ToolCallPiece) -> JSON:

@@ -98,7 +98,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    """The same as `reasoning`, which takes precedence."""
     function_call: msgspec.Raw = unread()
     audio: msgspec.Raw = unread()
 

@@ -28,6 +28,8 @@ class Toolbox:
     """Names of the functions from which the model must call one (empty if it need not call any)."""
     single_call: bool
     """Whether at most one function may be called."""
+    several_forced: bool = False
+    """Whether several calls may follow where one is forced."""
 
 
 def open_toolbox(tools: inference_pb2.Tools) -> Toolbox | None:
@@ -44,7 +46,9 @@ def open_toolbox(tools: inference_pb2.Tools) -> Toolbox | None:
     forced = _forced(tools, list(parameters))
     if tools.mode == inference_pb2.TOOL_MODE_NONE:
         return None
-    return Toolbox(listed, parameters, forced, tools.single_call or bool(forced))
+    several = tools.several_forced_calls and tools.mode == inference_pb2.TOOL_MODE_REQUIRED
+    single = tools.single_call or bool(forced and not several)
+    return Toolbox(listed, parameters, forced, single, several and not single)
 
 
 def _parse(text: str) -> list[Any]:
