@@ -6,7 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ullage_common.chat.template import ChatTemplate
-from ullage_common.chat.template_arguments import MAX_BYTES, read_arguments
+from ullage_common.chat.template_arguments import MAX_BYTES, read_arguments, refuse_unread
 from ullage_common.wire.errors import ServiceError
 
 TURNS = [{"role": "user", "content": "Hi"}]
@@ -28,7 +28,8 @@ def test_what_a_client_may_set_is_what_the_template_looks_up() -> None:
 
 @pytest.mark.parametrize("told", [{}, {"reasoning_effort": "high"}, {"enable_thinking": False}])
 def test_renders_as_hugging_face_with_the_same_variables(told: dict[str, object]) -> None:
-    arguments = read_arguments(json.dumps(told), TEMPLATE, "kwargs")
+    arguments, ignored = read_arguments(json.dumps(told), TEMPLATE, "kwargs")
+    assert ignored == ()
     expected, _ = render_jinja_template(
         [TURNS], chat_template=SOURCE, add_generation_prompt=True, bos_token="<s>", **told
     )
@@ -36,13 +37,15 @@ def test_renders_as_hugging_face_with_the_same_variables(told: dict[str, object]
 
 
 def test_the_usual_effort_asks_for_nothing() -> None:
-    assert read_arguments('{"reasoning_effort": "medium"}', PLAIN, "kwargs") == {}
-    assert read_arguments("", TEMPLATE, "kwargs") == {}
+    assert read_arguments('{"reasoning_effort": "medium"}', PLAIN, "kwargs") == ({}, ())
+    assert read_arguments("", TEMPLATE, "kwargs") == ({}, ())
 
 
-def test_where_models_differ_each_takes_what_it_reads() -> None:
-    told = '{"enable_thinking": false, "other": 1}'
-    assert read_arguments(told, TEMPLATE, "kwargs", drops_others=True) == {"enable_thinking": False}
+def test_what_the_template_does_not_read_is_named() -> None:
+    told = '{"enable_thinking": false, "other": 1, "a": 2}'
+    arguments, ignored = read_arguments(told, TEMPLATE, "kwargs")
+    assert arguments == {"enable_thinking": False}
+    assert ignored == ("kwargs.a", "kwargs.other")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,21 @@ def test_where_models_differ_each_takes_what_it_reads() -> None:
         ('{"messages": []}', "kwargs.messages"),
         ('{"bos_token": "x"}', "kwargs.bos_token"),
         ('{"raise_exception": "x"}', "kwargs.raise_exception"),
+    ],
+)
+def test_a_client_sets_nothing_else(text: str, field: str) -> None:
+    arguments, ignored = read_arguments(text, PLAIN, "kwargs")
+    assert arguments == {}
+    assert ignored == (field,)
+    with pytest.raises(ServiceError) as caught:
+        refuse_unread(ignored, PLAIN)
+    assert caught.value.metadata["field"] == field
+    assert caught.value.message.startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
         ("[1]", "kwargs"),
         ("{", "kwargs"),
         ('{"x": "\\ud800"}', "kwargs"),
@@ -60,7 +78,7 @@ def test_where_models_differ_each_takes_what_it_reads() -> None:
         (json.dumps({"x": "a" * MAX_BYTES}), "kwargs"),
     ],
 )
-def test_others_are_refused_by_name(text: str, field: str) -> None:
+def test_what_is_no_object_is_refused(text: str, field: str) -> None:
     with pytest.raises(ServiceError) as caught:
         read_arguments(text, PLAIN, "kwargs")
     assert caught.value.metadata["field"] == field

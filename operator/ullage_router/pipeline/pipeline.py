@@ -182,7 +182,7 @@ class RequestStages:
         check_task(request, model.description.task, name)
 
         began = time.monotonic()
-        prompt = await self._prompts.build(model, request, tenant.name, call.path)
+        prompt = await self._prompts.build(model, request, tenant.name)
         call.release_body()
         num_tokens = len(prompt.token_ids)
         call.record.note("tokenised", time.monotonic() - began, prompt_tokens=num_tokens)
@@ -258,6 +258,7 @@ class RequestPipeline:
             record.ttft_s = time.monotonic() - record.arrived
             record.note("first_token")
             record.cached = cached_tokens(stream.accepted)
+            record.ignored = (*record.ignored, *stream.accepted.ignored)
             _copy_decision(call)
             yield stream
             record.status = 200

@@ -92,6 +92,22 @@ def test_stop_strings_are_found_across_any_cut(pieces: list[str], stops: list[st
 
 @settings(max_examples=100, deadline=None)
 @given(PIECES, STOPS)
+def test_the_stop_string_can_be_a_part_of_the_text(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops, includes_stop=True)
+    out = ""
+    found = ""
+    for piece in pieces:
+        text, found = matcher.push(piece)
+        out += text
+        if found:
+            break
+    out += "" if found else matcher.flush()
+    before, stop = first_completed("".join(pieces), stops)
+    assert (out, found) == (before + stop, stop)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PIECES, STOPS)
 def test_only_a_possible_beginning_is_held_back(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     sent = ""

@@ -46,7 +46,7 @@ class ToolUse:
         These are the grammar that enforces a forced call, and whether the answer's text includes
         special tokens for the reader.
         """
-        request.output.special_tokens = self.special_tokens
+        request.output.special_tokens |= self.special_tokens
         if self.forced and self.forced.lark:
             request.grammar.lark = self.forced.lark
         elif self.forced:
