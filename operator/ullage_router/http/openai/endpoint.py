@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from ullage_router.http.openai.errors import (
     error_headers,
     resumed_headers,
 )
+from ullage_router.http.openai.many_prompts import Begun, ManyPrompts, check_size
 from ullage_router.http.openai.responses import (
     JSON,
     ChatFormat,
@@ -43,6 +44,8 @@ from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
 from ullage_router.telemetry.spans import trace_context
 
+_NOT_ONE = inference_pb2.Accepted()
+"""Stands for the acceptance of a request with several prompts, each of which has its own."""
 KEEPALIVE = b": keepalive\n\n"
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -52,20 +55,38 @@ log = logging.getLogger(__name__)
 
 
 class Parsed(NamedTuple):
-    """A parsed body: the request for the pipeline, and options that are not part of it."""
+    """A parsed body: the requests for the pipeline, and options that are not part of them."""
 
-    request: inference_pb2.GenerateRequest
+    requests: Sequence[inference_pb2.GenerateRequest]
+    """One request for each prompt. Only completions may have several."""
     is_streamed: bool
-    wants_usage: bool
+    style: "Style"
     prompt_cache_key: str
+    ignored: tuple[str, ...]
+    """Names of the body's unknown fields."""
 
 
-def _parsed(body: Common, request: inference_pb2.GenerateRequest) -> Parsed:
+class Style(NamedTuple):
+    """Options of the response that are not part of the request."""
+
+    usage: bool
+    continuous_usage: bool
+    tokens_as_ids: bool
+
+
+def _parsed(
+    body: Common, requests: Sequence[inference_pb2.GenerateRequest], ignored: tuple[str, ...]
+) -> Parsed:
     return Parsed(
-        request,
+        requests,
         is_streamed=bool(body.stream),
-        wants_usage=body.wants_usage,
+        style=Style(
+            usage=body.wants_usage,
+            continuous_usage=body.wants_continuous_usage,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        ),
         prompt_cache_key=body.prompt_cache_key or "",
+        ignored=ignored,
     )
 
 
@@ -80,13 +101,13 @@ class Dialect:
 
 
 def _parse_chat(body: Body) -> Parsed:
-    chat = requests.parse_chat(body.take())
-    return _parsed(chat, requests.from_chat(chat))
+    chat, ignored = requests.parse_chat(body.take())
+    return _parsed(chat, [requests.from_chat(chat)], ignored)
 
 
 def _parse_completion(body: Body) -> Parsed:
-    completion = requests.parse_completion(body.take())
-    return _parsed(completion, requests.from_completion(completion))
+    completion, ignored = requests.parse_completion(body.take())
+    return _parsed(completion, requests.from_completion(completion), ignored)
 
 
 CHAT = Dialect(_parse_chat, ChatFormat, "messages")
@@ -145,6 +166,10 @@ class Writer:
             await self._reply.piece(piece)
             await asyncio.sleep(0)
         await self._reply.end()
+
+    def describe(self, record: RequestRecord) -> None:
+        """Take the headers of the response from another record."""
+        self._record = record
 
     def wait_for_stream(self) -> None:
         """Start sending a comment after each long silence.
@@ -231,8 +256,12 @@ class GenerateEndpoint:
             record = RequestRecord(record_id)  # the clock starts once the whole body has arrived
             parse = functools.partial(self._dialect.parse, body)
             parsed = await service.intake.run(body.num_bytes, tenant.name, parse)
+            asked = parsed.requests
             limits = service.config.limits
             limit_s = time_limit_s(headers, limits.total_timeout)
+            if len(asked) > 1:
+                check_size(asked, limits.max_output_tokens)
+                tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
         except Exception as error:
             request.end_turn()
             record = RequestRecord(record_id)
@@ -243,10 +272,12 @@ class GenerateEndpoint:
             return
 
         if session_id := headers.get("x-session-id"):
-            parsed.request.session_id = session_id
-        deadline = deadline_of(parsed.request, record, limit_s, limits.request_timeout)
+            for one in asked:
+                one.session_id = session_id
+        record.ignored = parsed.ignored
+        deadline = deadline_of(asked[0], record, limit_s, limits.request_timeout)
         call = Call(
-            parsed.request,
+            asked[0],
             record,
             tenant,
             deadline,
@@ -259,19 +290,27 @@ class GenerateEndpoint:
             release_body=request.release,
             end_turn=request.end_turn,
         )
-        await self._answer(call, parsed.wants_usage, self._writer(reply, record))
+        writer = self._writer(reply, record)
+        if len(asked) == 1:
+            await self._answer(call, parsed.style, writer)
+            return
+        max_queued = service.config.routing.queue.max_requests
+        many = ManyPrompts(
+            service.pipeline, call, asked, max_queued, limit_s, limits.request_timeout
+        )
+        await self._answer_many(call, many, len(asked), parsed.style, writer)
 
     def _writer(self, reply: Reply, record: RequestRecord) -> Writer:
         keepalive_s = self._service.config.streaming.keepalive
         return Writer(reply, record, self._dialect.input_field, keepalive_s)
 
-    async def _answer(self, call: Call, wants_usage: bool, writer: Writer) -> None:
+    async def _answer(self, call: Call, style: Style, writer: Writer) -> None:
         if call.is_streamed:
             writer.wait_for_stream()
 
         try:
             async with self._service.pipeline.serve(call) as stream:
-                options = self._response_options(call, wants_usage)
+                options = self._response_options(call, style)
                 form = self._dialect.format(options)
                 if call.is_streamed:
                     await _stream(stream, Chunks(form, options), writer)
@@ -283,7 +322,28 @@ class GenerateEndpoint:
         finally:
             writer.stop()
 
-    def _response_options(self, call: Call, wants_usage: bool) -> ResponseOptions:
+    async def _answer_many(
+        self, call: Call, many: ManyPrompts, num_prompts: int, style: Style, writer: Writer
+    ) -> None:
+        if call.is_streamed:
+            writer.wait_for_stream()
+
+        try:
+            async with many.serve() as stream:
+                writer.describe(many.record)
+                options = self._response_options(call, style, num_prompts)
+                form = CompletionFormat(options)
+                if call.is_streamed:
+                    await _stream_many(stream, form, Chunks(form, options), writer)
+                else:
+                    await _whole_many(stream, form, writer, options.n)
+        except Exception as error:
+            call.end_turn()  # a slow client must not keep its turn while it reads the error
+            await writer.error(as_service_error(error, call.record))
+        finally:
+            writer.stop()
+
+    def _response_options(self, call: Call, style: Style, num_prompts: int = 1) -> ResponseOptions:
         request = call.request
         return ResponseOptions(
             id=call.record.request_id,
@@ -291,8 +351,10 @@ class GenerateEndpoint:
             created=int(time.time()),
             logprobs=request.output.HasField("top_logprobs"),
             token_ids=request.output.return_token_ids,
-            usage=wants_usage,
-            n=num_answers(request.samples),
+            usage=style.usage,
+            continuous_usage=style.continuous_usage,
+            tokens_as_ids=style.tokens_as_ids,
+            n=num_answers(request.samples) * num_prompts,
             tools=request.messages.HasField("tools"),
             lowered_limit=call.record.decision.lowered_limit,
         )
@@ -320,15 +382,45 @@ async def _whole(stream: ResponseStream, form: Format, writer: Writer, n: int) -
     parts = [Collected() for _ in range(n)]
     finished = inference_pb2.Finished()
     async for event in stream.events():
-        match event.WhichOneof("event"):
-            case "finished":
-                finished = event.finished
-            case "sample_finished":
-                parts[event.sample_finished.sample].end = event.sample_finished
-            case _:
-                parts[event.delta.sample].add(event.delta)
-
+        finished = _collect(parts, event) or finished
     await writer.whole(form.whole(stream.accepted, parts, finished), resumed_headers(finished))
+
+
+def _collect(
+    parts: Sequence[Collected], event: inference_pb2.GenerateResponse
+) -> inference_pb2.Finished | None:
+    """Add an event to the choice to which it belongs. Return the end of the answer if it is one."""
+    match event.WhichOneof("event"):
+        case "finished":
+            return event.finished
+        case "sample_finished":
+            parts[event.sample_finished.sample].end = event.sample_finished
+        case _:
+            parts[event.delta.sample].add(event.delta)
+    return None
+
+
+async def _stream_many(
+    stream: ManyPrompts, form: CompletionFormat, chunks: Chunks, writer: Writer
+) -> None:
+    writer.start_stream()
+    async for event in stream.events():
+        if isinstance(event, Begun):
+            form.begin(event.accepted, event.choices)
+        elif data := chunks.of(event):
+            await writer.events(data)
+    await writer.end_stream()
+
+
+async def _whole_many(stream: ManyPrompts, form: CompletionFormat, writer: Writer, n: int) -> None:
+    parts = [Collected() for _ in range(n)]
+    finished = inference_pb2.Finished()
+    async for event in stream.events():
+        if isinstance(event, Begun):
+            form.begin(event.accepted, event.choices)
+        else:
+            finished = _collect(parts, event) or finished
+    await writer.whole(form.whole(_NOT_ONE, parts, finished), resumed_headers(finished))
 
 
 def request_id(headers: Mapping[str, str]) -> str:

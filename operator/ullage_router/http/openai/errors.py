@@ -1,6 +1,7 @@
 """Formats errors as OpenAI error objects, and the router's decisions as `x-ullage-*` headers."""
 
 from collections.abc import Sequence
+from urllib.parse import quote
 
 import msgspec
 
@@ -38,6 +39,12 @@ _FIELDS = {
     "samples.beam": "use_beam_search",
 }
 """Maps prefixes of protobuf field names to the names that OpenAI or vLLM uses instead."""
+
+
+_MAX_IGNORED = 16
+"""Maximum number of ignored parts of a request that a header names."""
+_MAX_IGNORED_NAME = 100
+"""Maximum characters of each name. Longer names are cut."""
 
 
 def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool = False) -> bytes:
@@ -129,7 +136,20 @@ def decision_headers(record: RequestRecord) -> Headers:
 
     if record.cached:
         named["x-ullage-cached"] = _cached_header(record.cached)
+    if record.ignored:
+        named["x-ullage-ignored"] = ignored_header(record.ignored)
     return [(name.encode(), value.encode()) for name, value in named.items()]
+
+
+def ignored_header(ignored: Sequence[str]) -> str:
+    """Return the names of a request's ignored parts, and how many more there are.
+
+    Clients choose the names, so characters that could break a header or a list are escaped.
+    """
+    names = [quote(name[:_MAX_IGNORED_NAME], safe="$[]") for name in ignored[:_MAX_IGNORED]]
+    if (more := len(ignored) - len(names)) > 0:
+        names.append(f"+{more}")
+    return ", ".join(names)
 
 
 def _cached_header(cached: Sequence[TierHit]) -> str:

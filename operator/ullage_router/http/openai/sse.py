@@ -24,7 +24,7 @@ class Chunks:
 
     def __init__(self, form: Format, options: ResponseOptions) -> None:
         self._form = form
-        self._is_plain = not (options.logprobs or options.token_ids)
+        self._is_plain = not (options.logprobs or options.token_ids or options.continuous_usage)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """For each choice, the bytes before and after the text in a chunk that has only text."""
 
