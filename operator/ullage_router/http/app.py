@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 import msgspec
 
+from ullage_common import version
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import (
     http_status,
@@ -22,6 +23,7 @@ from ullage_router.http.monitoring import Pages
 from ullage_router.http.openai.embeddings import EmbeddingsEndpoint
 from ullage_router.http.openai.endpoint import CHAT, COMPLETION, GenerateEndpoint, request_id
 from ullage_router.http.openai.errors import envelope, error_headers
+from ullage_router.http.openai.tokenize import DetokenizeEndpoint, TokenizeEndpoint
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
 from ullage_router.tenants.session import TenantSession
@@ -86,13 +88,20 @@ class App:
         await reply.whole(HTTPStatus.OK, [JSON_TYPE], self._description)
 
     def _endpoint(self, request: Request) -> Endpoint:
-        path = MODELS + "/" if request.path.startswith(MODELS + "/") else request.path
+        path = _without_slash(request.path)
+        if path.startswith(MODELS + "/"):
+            path = MODELS + "/"
         methods = self._routes.get(path)
         if methods is None:
             raise unknown_path(request.path, see=MODELS)
         if endpoint := methods.get(request.method):
             return endpoint
         return functools.partial(_answer_options, ", ".join(methods))
+
+
+def _without_slash(path: str) -> str:
+    """Return the path without trailing slashes, which some clients' base URLs add."""
+    return path.rstrip("/") or path
 
 
 async def _answer_options(allowed: str, request: Request, reply: Reply) -> None:
@@ -123,7 +132,7 @@ class _SmallPages:
             ServiceError: The tenant may not use the model, or it does not exist.
         """
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
-        name = request.path.removeprefix(MODELS + "/")
+        name = _without_slash(request.path).removeprefix(MODELS + "/")
         served, *adapters = self._names()
         if not (tenant.may_use(name) and name in (served, *adapters)):
             raise unknown_model(name, served, adapters, tenant.rules.models)
@@ -132,6 +141,14 @@ class _SmallPages:
     def healthz(self, request: Request) -> object:
         """Report that the process is alive."""
         return {"status": "alive"}
+
+    def version(self, request: Request) -> object:
+        """Return the version of the router."""
+        return {"version": version()}
+
+    def load(self, request: Request) -> object:
+        """Return the number of requests that this process serves now."""
+        return {"server_load": self._service.pipeline.inflight}
 
     async def readyz(self, request: Request, reply: Reply) -> None:
         """Answer 200 if the router is ready for requests, and 503 otherwise."""
@@ -190,6 +207,12 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
         MODELS + "/": _get(_page(pages.model)),
         "/healthz": _get(_page(pages.healthz)),
         "/readyz": _get(pages.readyz),
+        "/health": _get(pages.readyz),
+        "/ping": {**_get(pages.readyz), "POST": pages.readyz},
+        "/version": _get(_page(pages.version)),
+        "/load": _get(_page(pages.load)),
+        "/tokenize": {"POST": TokenizeEndpoint(service)},
+        "/detokenize": {"POST": DetokenizeEndpoint(service)},
         **({path: _get(monitoring) for path in ("/stats", "/metrics")} if monitoring else {}),
     }
 

@@ -28,6 +28,8 @@ from ullage_router.http.openai.errors import envelope, error_headers
 
 API = "/v1/"
 """Prefix of the paths with CORS headers, whose responses any holder of an API key may read."""
+_API_PAGES = frozenset({"/tokenize", "/detokenize"})
+"""Paths of the API outside of its prefix, as vLLM has them."""
 _FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
 """Pages that Prometheus and the operator read, possibly through the proxies of a service mesh."""
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
@@ -42,7 +44,8 @@ _EXPOSED = (
     b"x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
     b"x-ratelimit-reset-requests, x-ratelimit-reset-tokens, x-ullage-action, x-ullage-route, "
     b"x-ullage-degraded, x-ullage-trail, x-ullage-model, x-ullage-engine, x-ullage-cascade, "
-    b"x-ullage-cached, x-ullage-predicted-kv-bytes, x-ullage-discarded-tokens, x-ullage-revision"
+    b"x-ullage-cached, x-ullage-predicted-kv-bytes, x-ullage-discarded-tokens, x-ullage-revision, "
+    b"x-ullage-ignored"
 )
 _PREFLIGHT_S = b"600"
 
@@ -81,7 +84,7 @@ class OriginGuard:
                 await reply.whole(http_status(error), headers, envelope(error))
                 return
 
-            if self._origins and self._is_api and request.path.startswith(API):
+            if self._origins and self._is_api and _is_api_path(request.path):
                 reply.headers = self._cors_headers(origin)
                 if origin and request.method == "OPTIONS" and self._allows(origin):
                     await reply.whole(HTTPStatus.NO_CONTENT, _preflight_headers(request), b"")
@@ -135,6 +138,10 @@ class OriginGuard:
             (b"access-control-allow-origin", allowed.encode()),
             (b"access-control-expose-headers", _EXPOSED),
         ]
+
+
+def _is_api_path(path: str) -> bool:
+    return path.startswith(API) or path.rstrip("/") in _API_PAGES
 
 
 def _preflight_headers(request: Request) -> Headers:
