@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ullage_common.chat.template import ChatTemplate
+from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.chat.template_arguments import MAX_BYTES, read_arguments, refuse_unread
 from ullage_common.wire.errors import ServiceError
 
@@ -83,3 +83,41 @@ def test_what_is_no_object_is_refused(text: str, field: str) -> None:
         read_arguments(text, PLAIN, "kwargs")
     assert caught.value.metadata["field"] == field
     assert caught.value.message.startswith(field)
+
+
+TURNED = (
+    "{% for m in messages %}<{{ m.role }}>{{ TEXT }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ENDED: list[list[dict[str, str]]] = [
+    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    for content in ("It is", "It is ", " It is\n\n", "end", "assistant", "<end>", "e")
+]
+
+
+@pytest.mark.parametrize("text", ["m.content", "m.content | trim", "(m.content ~ '!') | trim"])
+def test_continues_the_last_message_as_hugging_face(text: str) -> None:
+    source = TURNED.replace("TEXT", text)
+    template = ChatTemplate(source)
+    for turns in ENDED:
+        expected, _ = render_jinja_template(
+            [turns], chat_template=source, continue_final_message=True
+        )
+        ours = template.render(turns, add_generation_prompt=False, continue_final_message=True)
+        assert ours == expected[0], turns
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "x", "tool_calls": [{}]},
+        {"role": "critic", "content": "x"},
+    ],
+)
+def test_what_cannot_be_continued(last: dict[str, object]) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.role != 'critic' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ChatTemplateError, match="continue_final_message"):
+        template.render([*TURNS, last], add_generation_prompt=False, continue_final_message=True)

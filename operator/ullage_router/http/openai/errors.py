@@ -146,7 +146,7 @@ def ignored_header(ignored: Sequence[str]) -> str:
 
     Clients choose the names, so characters that could break a header or a list are escaped.
     """
-    names = [quote(name[:_MAX_IGNORED_NAME], safe="$[]") for name in ignored[:_MAX_IGNORED]]
+    names = [quote(name[:_MAX_IGNORED_NAME], safe="$[]:/") for name in ignored[:_MAX_IGNORED]]
     if (more := len(ignored) - len(names)) > 0:
         names.append(f"+{more}")
     return ", ".join(names)
