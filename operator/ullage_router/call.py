@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 import msgspec
@@ -261,12 +261,13 @@ class CountedPrompt:
 
     Args:
         prompt_tokens: number of tokens in the prompt.
+        ignored: parts of the request that have no effect.
     """
 
     output_tokens = 0
 
-    def __init__(self, prompt_tokens: int) -> None:
-        self.accepted = inference_pb2.Accepted(prompt_tokens=prompt_tokens)
+    def __init__(self, prompt_tokens: int, ignored: Sequence[str]) -> None:
+        self.accepted = inference_pb2.Accepted(prompt_tokens=prompt_tokens, ignored=ignored)
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield no events."""

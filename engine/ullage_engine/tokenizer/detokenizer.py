@@ -67,7 +67,8 @@ class Detokenizer:
     The texts that `push` and `flush` return, joined together, are the decoded text before the first
     stop string. If one character completes two stop strings, the longer one is used. With
     `special_tokens`, the text includes special tokens. Stop strings within `reasoning`, which is
-    given by the marks around it, do not count.
+    given by the marks around it, do not count. With `include_stop`, the text includes the stop
+    string.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class Detokenizer:
         stop_strings: Sequence[str] = (),
         special_tokens: bool = False,
         reasoning: tuple[str, str] = ("", ""),
+        include_stop: bool = False,
     ) -> None:
         self._bytes_of = token_bytes.spelling if special_tokens else token_bytes.text_bytes
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = StopMatcher(stop_strings)
+        self._stops = StopMatcher(stop_strings, include_stop)
         self._reasoning = _Reasoning(*reasoning) if stop_strings and reasoning[1] else None
 
     def push(self, token_id: int) -> TextPiece:
@@ -145,9 +147,15 @@ class _Reasoning:
 
 
 class StopMatcher:
-    """Finds the first stop string in text that arrives incrementally (Knuth-Morris-Pratt)."""
+    """Finds the first stop string in text that arrives incrementally (Knuth-Morris-Pratt).
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
+    Args:
+        stop_strings: the stop strings.
+        includes_stop: whether the text includes the stop string that ends it.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], includes_stop: bool = False) -> None:
+        self._includes_stop = includes_stop
         # Longest first, so that the longer of two matches at one character wins.
         self._stops = sorted(set(stop_strings), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
@@ -163,7 +171,8 @@ class StopMatcher:
         for place, character in enumerate(text, start=len(self._held) + 1):
             stop = self._advance(character)
             if stop:
-                return TextPiece(pending[: place - len(stop)], stop)
+                end = place if self._includes_stop else place - len(stop)
+                return TextPiece(pending[:end], stop)
 
         kept = len(pending) - max(self._matched)
         self._held = pending[kept:]

@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 import msgspec
 
+from ullage_common import version
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import (
     http_status,
@@ -19,7 +20,7 @@ from ullage_router.errors import (
 from ullage_router.http import openapi
 from ullage_router.http.anthropic import endpoint as anthropic
 from ullage_router.http.error_bodies import error_body
-from ullage_router.http.messages import Endpoint, Headers, Reply, Request, Routes
+from ullage_router.http.messages import Endpoint, Headers, Reply, Request, Routes, without_slash
 from ullage_router.http.monitoring import Pages
 from ullage_router.http.openai.embeddings import EmbeddingsEndpoint
 from ullage_router.http.openai.endpoint import (
@@ -30,6 +31,7 @@ from ullage_router.http.openai.endpoint import (
     sampling_defaults,
 )
 from ullage_router.http.openai.errors import error_headers
+from ullage_router.http.openai.tokenize import DetokenizeEndpoint, TokenizeEndpoint
 from ullage_router.http.responses import endpoint as responses
 from ullage_router.http.responses.store import ResponseStore
 from ullage_router.server.service import RouterService
@@ -97,7 +99,7 @@ class App:
         await reply.whole(HTTPStatus.OK, [JSON_TYPE], self._description)
 
     def _endpoint(self, request: Request) -> Endpoint:
-        methods = self._routes.get(_route(request.path))
+        methods = self._routes.get(_route(without_slash(request.path)))
         if methods is None:
             raise unknown_path(request.path, see=MODELS)
         if endpoint := methods.get(request.method):
@@ -141,7 +143,7 @@ class _SmallPages:
             ServiceError: The tenant may not use the model, or it does not exist.
         """
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
-        name = request.path.removeprefix(MODELS + "/")
+        name = without_slash(request.path).removeprefix(MODELS + "/")
         served, *adapters = self._names()
         if not (tenant.may_use(name) and name in (served, *adapters)):
             raise unknown_model(name, served, adapters, tenant.rules.models)
@@ -150,6 +152,14 @@ class _SmallPages:
     def healthz(self, request: Request) -> object:
         """Report that the process is alive."""
         return {"status": "alive"}
+
+    def version(self, request: Request) -> object:
+        """Return the version of the router."""
+        return {"version": version()}
+
+    def load(self, request: Request) -> object:
+        """Return the number of requests that this process serves now."""
+        return {"server_load": self._service.pipeline.inflight}
 
     async def readyz(self, request: Request, reply: Reply) -> None:
         """Answer 200 if the router is ready for requests, and 503 otherwise."""
@@ -204,6 +214,12 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
         MODELS + "/": _get(_page(pages.model)),
         "/healthz": _get(_page(pages.healthz)),
         "/readyz": _get(pages.readyz),
+        "/health": _get(pages.readyz),
+        "/ping": {**_get(pages.readyz), "POST": pages.readyz},
+        "/version": _get(_page(pages.version)),
+        "/load": _get(_page(pages.load)),
+        "/tokenize": {"POST": TokenizeEndpoint(service)},
+        "/detokenize": {"POST": DetokenizeEndpoint(service)},
         **({path: _get(monitoring) for path in ("/stats", "/metrics")} if monitoring else {}),
     }
 

@@ -38,6 +38,11 @@ MAX_DISCARDED_BYTES = 64 << 10
 """Maximum bytes of an unread body to discard. If the body is longer, the connection closes."""
 
 
+def without_slash(path: str) -> str:
+    """Return the path without trailing slashes, which some clients' base URLs add."""
+    return path.rstrip("/") or path
+
+
 class Body:
     """A request body that drops its reference to the bytes once they have been taken.
 

@@ -33,9 +33,11 @@ from ullage_router.http.openai.schemas import (
     Prompt,
     Refusing,
     StructuredOutputs,
+    Token,
     ToolDefinition,
     Unsupported,
 )
+from ullage_router.http.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from ullage_router.http.responses import answers as responses
 from ullage_router.http.responses.schemas import ResponsesRequest, ResponsesTool, TextFormat
 from ullage_router.pipeline import idempotency, replace
@@ -76,6 +78,8 @@ RAW_FIELDS: Mapping[tuple[type[msgspec.Struct], str], Any] = {
     (ChatMessage, "audio"): None,
     (CompletionRequest, "prompt"): Prompt,
     (EmbeddingsRequest, "input"): Input,
+    (TokenizeRequest, "tools"): list[ToolDefinition] | None,
+    (DetokenizeRequest, "tokens"): list[Token],
     (JsonSchema, "schema"): dict[str, Any] | bool | str | None,
     (ResponsesRequest, "tools"): list[ResponsesTool] | None,
     (ResponsesTool, "parameters"): AnyObject | None,
@@ -172,6 +176,7 @@ _ANSWER_HEADERS: Mapping[str, str] = {
     "x-ullage-revision": "The revision of the service.",
     "x-ullage-cached": "Prompt tokens whose KV was cached, by tier.",
     "x-ullage-cascade": "The steps of a cascade.",
+    "x-ullage-ignored": "Parts of the request that had no effect.",
     "x-ullage-discarded-tokens": "Tokens of answers that a cascade did not use.",
     "x-ullage-resumed-on": "The engines that resumed a whole answer.",
     "x-ullage-resumed-inexact": "Whether those engines compute differently.",
@@ -207,8 +212,31 @@ class Overloading(answers.Answer, frozen=True, kw_only=True):
     requests: int
 
 
+class VersionAnswer(answers.Answer, frozen=True, kw_only=True):
+    """The version of the router."""
+
+    version: str
+
+
+class LoadAnswer(answers.Answer, frozen=True, kw_only=True):
+    """How busy the router process is."""
+
+    server_load: int
+    """Number of requests that the process serves now."""
+
+
 def _get(operation: Operation) -> dict[str, Operation]:
     return {"GET": operation, "HEAD": operation}
+
+
+def _ready(name: str, method: str = "") -> Operation:
+    return Operation(
+        f"{name}{method}",
+        "Say whether requests are served.",
+        ProcessStatus,
+        more={503: ProcessStatus},
+        needs_key=False,
+    )
 
 
 OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
@@ -299,15 +327,31 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/healthz": _get(
         Operation("alive", "Say that the process lives.", ProcessStatus, needs_key=False)
     ),
-    "/readyz": _get(
-        Operation(
-            "ready",
-            "Say whether requests are served.",
-            ProcessStatus,
-            more={503: ProcessStatus},
-            needs_key=False,
-        )
+    "/readyz": _get(_ready("ready")),
+    "/health": _get(_ready("health")),
+    "/ping": {**_get(_ready("ping")), "POST": _ready("ping", "_post")},
+    "/version": _get(Operation("version", "Return the version.", VersionAnswer, needs_key=False)),
+    "/load": _get(
+        Operation("load", "Count the requests being served.", LoadAnswer, needs_key=False)
     ),
+    "/tokenize": {
+        "POST": Operation(
+            "tokenize",
+            "Return the tokens of a prompt or a conversation.",
+            answers.TokenizeAnswer,
+            body=TokenizeRequest,
+            errors=WITH_KEY | WITH_BODY,
+        )
+    },
+    "/detokenize": {
+        "POST": Operation(
+            "detokenize",
+            "Return the text of tokens.",
+            answers.DetokenizeAnswer,
+            body=DetokenizeRequest,
+            errors=WITH_KEY | WITH_BODY,
+        )
+    },
     PATH: _get(Operation("openapi", "Return this document.", dict[str, Any], needs_key=False)),
     "/stats": _get(
         Operation("stats", "Return the state of a process.", dict[str, Any], errors=WITH_KEY)

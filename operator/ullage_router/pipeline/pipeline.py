@@ -128,7 +128,7 @@ class RequestStages:
         if self._optional.scale_to_zero:
             await self._optional.scale_to_zero.wait_for_model(call)
         prompt = await self._render(call, Side.STABLE)
-        return CountedPrompt(len(prompt.token_ids))
+        return CountedPrompt(len(prompt.token_ids), prompt.ignored)
 
     async def _in_cascade(self, call: Call) -> ResponseStream:
         """Run the cascade, whose steps may include this service's own engines.
@@ -198,7 +198,7 @@ class RequestStages:
         check_task(request, model.description.task, name)
 
         began = time.monotonic()
-        prompt = await self._prompts.build(model, request, tenant.name, call.path)
+        prompt = await self._prompts.build(model, request, tenant.name)
         call.release_body()
         num_tokens = len(prompt.token_ids)
         call.record.note("tokenised", time.monotonic() - began, prompt_tokens=num_tokens)
@@ -274,6 +274,7 @@ class RequestPipeline:
             record.ttft_s = time.monotonic() - record.arrived
             record.note("first_token")
             record.cached = cached_tokens(stream.accepted)
+            record.ignored = (*record.ignored, *stream.accepted.ignored)
             _copy_decision(call)
             yield stream
             record.status = 200

@@ -73,18 +73,17 @@ class RouterService:
         self.intake = IntakeThread()
         self._threads = TokenizerThreads()
         self.summarizer = self._summarizer()
-        self._prompts = PromptBuilder(
+        self.prompts = PromptBuilder(
             config.prompts.cleanse,
             self.summarizer,
             self.engines,
             self._threads,
             self.intake,
-            config.cascade is not None,
             drops_turns="shrinkContext" in routing.ladder,
         )
 
         self.rollout = Rollout(
-            config.rollout_file, self.engines, self._prompts, config.model, self._on_stop
+            config.rollout_file, self.engines, self.prompts, config.model, self._on_stop
         )
         self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
@@ -142,7 +141,7 @@ class RouterService:
             rollout,
             self.metrics.on_resumption,
         )
-        stages = RequestStages(config, self.engines, self._prompts, sender, self.optional_stages)
+        stages = RequestStages(config, self.engines, self.prompts, sender, self.optional_stages)
         self.pipeline = RequestPipeline(stages.begin, self._on_end, self.tracer)
         self._watch()
 

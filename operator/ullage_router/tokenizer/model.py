@@ -23,6 +23,7 @@ from ullage_common.chat.special_tokens import ClearMarks, SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.chat.token_finder import SpecialTokenError, TokenPiece
 from ullage_common.chat.tool_formats import ToolFormat, Turn
+from ullage_common.chat.turns import ending
 from ullage_common.process.memory import freeze_gc, trim_heap
 from ullage_router.text_bounds import TokenBound, UncutText, token_bound
 from ullage_router.tokenizer.segments import EDGE_TOKENS, MAX_TOKENS, SegmentEncoder, TokenIds
@@ -84,6 +85,7 @@ class Model:
         opening: str = "",
         arguments: Mapping[str, Any] = MappingProxyType({}),
         most: int = MAX_TOKENS,
+        end: inference_pb2.PromptEnd = inference_pb2.PROMPT_END_REPLY,
     ) -> TokenIds:
         """Render a conversation with the chat template, and return its token ids.
 
@@ -93,6 +95,7 @@ class Model:
             opening: text with which the assistant's turn starts.
             arguments: additional variables for the template.
             most: maximum number of tokens, beyond which tokenisation is stopped.
+            end: how the prompt ends.
 
         Raises:
             PromptError: the model has no chat template, its template rejects the messages, or the
@@ -100,7 +103,7 @@ class Model:
             TooManyTokens: the conversation has more than `most` tokens.
         """
         try:
-            text, marks = self._written(messages, tools, arguments)
+            text, marks = self._written(messages, tools, arguments, end)
             opening = self._after_reasoning(text, opening)
             if marks is None:
                 ids = self.encoder.encode(text + opening, most)
@@ -138,6 +141,7 @@ class Model:
         messages: Sequence[Turn],
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
+        end: inference_pb2.PromptEnd = inference_pb2.PROMPT_END_REPLY,
     ) -> tuple[str, ClearMarks | None]:
         """Render a conversation without letting the text of its messages spell special tokens.
 
@@ -154,9 +158,12 @@ class Model:
         try:
             marked = self.guard.marked(messages, tools, arguments) if self.guard else None
             if marked is None:
-                return self.template.render(messages, tools=tools, arguments=arguments), None
+                text = self.template.render(
+                    messages, tools=tools, arguments=arguments, **ending(end)
+                )
+                return text, None
             text = self.template.render(
-                marked.turns, tools=marked.tools, arguments=marked.arguments
+                marked.turns, tools=marked.tools, arguments=marked.arguments, **ending(end)
             )
             # The marked turns are as large as the text, so they are freed here.
             return text, marked.marks
@@ -174,11 +181,19 @@ class Model:
             PromptError: the text cannot be tokenised.
             TooManyTokens: the text has more than `most` tokens.
         """
+        return _around(self.affixes, self.encode_bare(text, most))
+
+    def encode_bare(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
+        """Return a raw prompt's token ids as `encode` does, but without adding special tokens.
+
+        Raises:
+            PromptError: the text cannot be tokenised.
+            TooManyTokens: the text has more than `most` tokens.
+        """
         try:
-            ids = self.encoder.encode(text, most)
+            return self.encoder.encode(text, most)
         except UncutText as error:
             raise PromptError(str(error)) from error
-        return _around(self.affixes, ids)
 
     def encode_whole(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
         """Return a text's token ids, always enclosed in the tokenizer's prefix and suffix tokens.

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -132,6 +133,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] = MappingProxyType({}),
+        continue_final_message: bool = False,
     ) -> str:
         """Render the prompt text of a conversation, with special tokens as text.
 
@@ -142,10 +144,16 @@ class ChatTemplate:
             add_generation_prompt: whether the prompt ends with the start of the assistant's turn.
             tools: functions that the model may call, in OpenAI's form.
             arguments: values that the client sets for names in `variables`.
+            continue_final_message: whether the prompt ends with the text of the last message, so
+                that the model continues it. Excludes `add_generation_prompt`.
 
         Raises:
-            ChatTemplateError: the template rejects the messages or fails on them.
+            ChatTemplateError: the template rejects the messages, fails on them, or does not render
+                the text of a last message that is to be continued.
         """
+        mark = f"{secrets.token_hex(16)} " if continue_final_message else ""
+        if mark:
+            messages = _marked_end(messages, mark)
         compiled = self._with_tools if tools else self._plain
         messages = for_format(messages, self.tool_format)
         if self.tool_format is ToolFormat.KIMI:
@@ -173,9 +181,10 @@ class ChatTemplate:
                 tools=described(tools, self.tool_format) or None,
                 **self._given,
             )
-            return str.__str__(text)  # a plain string, even if it is ClientText
+            text = str.__str__(text)  # a plain string, even if it is ClientText
         except Exception as error:  # untrusted code may raise anything
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
+        return _cut_at(text, mark) if mark else text
 
     def _refuses_objects(self) -> bool:
         """Return whether the template takes the arguments of calls only as JSON text."""
@@ -388,6 +397,39 @@ def _now(form: str) -> str:
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _marked_end(messages: Sequence[Turn], mark: str) -> list[Turn]:
+    """Return the conversation with a mark at the end of the last message's text.
+
+    Raises:
+        ChatTemplateError: the last message has no text that could be continued.
+    """
+    *earlier, last = messages
+    if not last["content"] or "tool_calls" in last:
+        raise ChatTemplateError(
+            "the last message has no text, or it has calls, so it cannot be continued; leave out "
+            "continue_final_message"
+        )
+    return [*earlier, {**last, "content": last["content"] + mark}]
+
+
+def _cut_at(prompt: str, mark: str) -> str:
+    """Return the prompt before the mark.
+
+    The mark ends with a space. If the template has stripped that, it strips texts, and the text
+    before the mark loses its trailing white space, too.
+
+    Raises:
+        ChatTemplateError: the prompt does not contain the mark.
+    """
+    start = prompt.rfind(mark.strip())
+    if start < 0:
+        raise ChatTemplateError(
+            "the chat template leaves out the last message's text; leave out continue_final_message"
+        )
+    text = prompt[:start]
+    return text if prompt.startswith(mark, start) else text.rstrip()
 
 
 def _one_line(text: str) -> str:

@@ -112,7 +112,10 @@ def test_items_become_turns(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service(template=HERMES) as service:
             items: Any = [
-                {"role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
+                {"role": "developer", "content": [
+                    {"type": "input_text", "text": "Be kind."},
+                    {"type": "input_text", "text": "Be brief."},
+                ]},
                 {"role": "user", "content": "Oslo?"},
                 {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
                     {"type": "reasoning_text", "text": "Hm"}
@@ -131,7 +134,7 @@ def test_items_become_turns(start_service: "StartService") -> None:
             await service.openai.responses.create(model="tiny", input=items)
             rome = CALL.replace("Oslo", "Rome")
             assert told(service) == (
-                "<system>Be kind.\n<user>Oslo?\n<assistant>Look.<think>Hm</think>"
+                "<system>Be kind.\nBe brief.\n<user>Oslo?\n<assistant>Look.<think>Hm</think>"
                 f"<tool_call>{CALL}</tool_call><tool_call>{rome}</tool_call>\n"
                 "<tool>-4\n<tool>20\n<assistant>"
             )
@@ -350,6 +353,8 @@ def test_a_stored_response_is_continued_read_and_deleted(start_service: "StartSe
             found = await responses.retrieve(last.id)
             assert found.output_text == "Bye"
             assert found.previous_response_id == first.id
+            slashed = f"/v1/responses/{last.id}/"
+            assert (await service.http.get(slashed)).json()["id"] == last.id
             await responses.delete(first.id)
             with pytest.raises(openai.NotFoundError):
                 await responses.retrieve(first.id)

@@ -16,22 +16,24 @@ PING = sse_event(b'{"type":"ping"}', "ping")
 
 
 def _parse_messages(body: Body, _: TenantSession) -> Parsed:
-    asked = requests.parse_messages(body.take())
+    asked, ignored = requests.parse_messages(body.take())
     shows_thinking = requests.shows_thinking(asked)
     return Parsed(
-        requests.from_messages(asked),
+        [requests.from_messages(asked)],
         is_streamed=bool(asked.stream),
         answer=functools.partial(MessagesAnswer, shows_thinking=shows_thinking),
+        ignored=ignored,
     )
 
 
 def _parse_count(body: Body, _: TenantSession) -> Parsed:
-    asked = requests.parse_count(body.take())
+    asked, ignored = requests.parse_count(body.take())
     requests.shows_thinking(asked)
     return Parsed(
-        requests.from_count(asked),
+        [requests.from_count(asked)],
         is_streamed=False,
         answer=lambda _: CountAnswer(),
+        ignored=ignored,
         counts_only=True,
     )
 

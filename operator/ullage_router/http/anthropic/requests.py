@@ -17,7 +17,7 @@ from ullage_router.http.anthropic.schemas import (
     TextBlocks,
     ToolChoice,
 )
-from ullage_router.http.openai.decoding import decode_field, parse, utf8
+from ullage_router.http.openai.decoding import body_decoder, decode_field, parse_fields, utf8
 from ullage_router.http.openai.requests import from_common
 from ullage_router.http.openai.responses import JSON
 from ullage_router.http.openai.schemas import NULL, Common, JsonSchema, ResponseFormat
@@ -27,8 +27,8 @@ Request = inference_pb2.GenerateRequest
 
 SEPARATOR = "\n\n"
 """Put between the text blocks of one message, which are paragraphs of their own."""
-_BODY = msgspec.json.Decoder(MessagesRequest)
-_COUNTED = msgspec.json.Decoder(CountTokensRequest)
+_BODY = body_decoder(MessagesRequest)
+_COUNTED = body_decoder(CountTokensRequest)
 _TOOLS = msgspec.json.Decoder(list[MessagesTool] | None)
 _MODES = {
     "auto": inference_pb2.TOOL_MODE_AUTO,
@@ -41,22 +41,22 @@ _THINKING = ("enabled", "adaptive", "disabled")
 _SCHEMA_NAME = "output"
 
 
-def parse_messages(data: bytes) -> MessagesRequest:
-    """Decode the body of a request to /v1/messages.
+def parse_messages(data: bytes) -> tuple[MessagesRequest, tuple[str, ...]]:
+    """Decode the body of a request to /v1/messages. Return it with the names of unknown fields.
 
     Raises:
         ServiceError: The body is invalid. The error names the field.
     """
-    return parse(_BODY, data)
+    return parse_fields(_BODY, data)
 
 
-def parse_count(data: bytes) -> CountTokensRequest:
-    """Decode the body of a request to /v1/messages/count_tokens.
+def parse_count(data: bytes) -> tuple[CountTokensRequest, tuple[str, ...]]:
+    """Decode the body of a request to /v1/messages/count_tokens, as `parse_messages` does.
 
     Raises:
         ServiceError: The body is invalid. The error names the field.
     """
-    return parse(_COUNTED, data)
+    return parse_fields(_COUNTED, data)
 
 
 def from_messages(body: MessagesRequest) -> Request:

@@ -275,6 +275,21 @@ class ModelList(Answer, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
+class TokenizeAnswer(Answer, frozen=True, kw_only=True):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(Answer, frozen=True, kw_only=True):
+    """The text of tokens."""
+
+    prompt: str
+
+
 class ErrorDetails(Answer, frozen=True, kw_only=True):
     """Details of an error: its message and code, and the invalid field."""
 

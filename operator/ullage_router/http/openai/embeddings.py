@@ -25,7 +25,13 @@ from ullage_router.errors import deadline, http_status, internal, vectors_full
 from ullage_router.http.client_timeout import time_limit_s
 from ullage_router.http.limits import BodyRoom
 from ullage_router.http.messages import Body, Reply, Request
-from ullage_router.http.openai.decoding import decode_field, long_token_lists, parse, utf8
+from ullage_router.http.openai.decoding import (
+    body_decoder,
+    decode_field,
+    long_token_lists,
+    parse_fields,
+    utf8,
+)
 from ullage_router.http.openai.endpoint import (
     EMBEDDINGS,
     Writer,
@@ -34,7 +40,7 @@ from ullage_router.http.openai.endpoint import (
 )
 from ullage_router.http.openai.requests import set_tokens
 from ullage_router.http.openai.responses import JSON, prompt_tokens_details
-from ullage_router.http.openai.schemas import Refusing, Token
+from ullage_router.http.openai.schemas import AtLeastOne, Refusing, Token
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord, cached_tokens
@@ -63,18 +69,18 @@ class EmbeddingsRequest(Refusing, frozen=True, kw_only=True):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     cache_salt: str | None = None
-    dimensions: object = None
+    dimensions: AtLeastOne | None = None
+    """Number of elements of each embedding. Only the model's own number is possible."""
     truncate_prompt_tokens: object = None
     add_special_tokens: bool | None = None
 
     NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
-        "dimensions": (None,),
         "truncate_prompt_tokens": (None,),
         "add_special_tokens": (None, True),
     }
 
 
-_BODY = msgspec.json.Decoder(EmbeddingsRequest)
+_BODY = body_decoder(EmbeddingsRequest)
 _INPUT = msgspec.json.Decoder(Input)
 
 
@@ -98,7 +104,7 @@ class EmbeddingsEndpoint:
             tenant = service.tenants.open_session(request.headers.get("authorization"))
             data = await request.read_json(tenant.name)
             parsing = functools.partial(_parsed, data)
-            body, asked = await service.intake.run(data.num_bytes, tenant.name, parsing)
+            body, asked, ignored = await service.intake.run(data.num_bytes, tenant.name, parsing)
             limit_s = time_limit_s(request.headers, service.config.limits.total_timeout)
             if len(asked) > 1:
                 tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
@@ -111,11 +117,20 @@ class EmbeddingsEndpoint:
             return
 
         is_base64 = body.encoding_format == "base64"
+        dimensions = body.dimensions
         del body
         trace = trace_context(request.headers)
         room = self._room
         run = _Run(
-            service, record.request_id, tenant, trace, asked, room, request.end_turn, limit_s
+            service,
+            record.request_id,
+            tenant,
+            trace,
+            asked,
+            room,
+            request.end_turn,
+            limit_s,
+            dimensions,
         )
 
         try:
@@ -128,6 +143,7 @@ class EmbeddingsEndpoint:
                 )
                 return
 
+            run.record.ignored = ignored
             pieces = run.pieces(is_base64=is_base64)
             await Writer(reply, run.record, EMBEDDINGS).in_pieces(pieces)
         finally:
@@ -146,6 +162,7 @@ class _Run:
         room: Memory budget for the embeddings of all bodies.
         end_turn: Ends the body's turn. Called when an input waits for anything outside this router.
         limit_s: The time limit for all inputs, seconds.
+        dimensions: Number of elements that each embedding must have, or None for any.
 
     Attributes:
         record: The record of the first input. The response headers show its decision.
@@ -161,6 +178,7 @@ class _Run:
         room: BodyRoom,
         end_turn: Callable[[], None],
         limit_s: float,
+        dimensions: int | None,
     ) -> None:
         self.record = RequestRecord(name)
 
@@ -176,6 +194,7 @@ class _Run:
         self._taken_bytes = 0
 
         self._asked = asked
+        self._dimensions = dimensions
         self._limit_s = limit_s
         self._deadline = time.monotonic() + limit_s
         self._waiting = deque(range(len(asked)))
@@ -304,6 +323,9 @@ class _Run:
         finally:
             self._num_running -= 1
 
+        size = len(vector) // 4
+        if self._dimensions not in (None, size):
+            raise invalid_value("dimensions", self._dimensions, f"{size}, as the model has them")
         self._take_room(len(vector))
         self._vectors[index] = vector
         self._num_done += 1
@@ -373,9 +395,11 @@ def _name_field(error: ServiceError, name: str) -> None:
             error.message = name + error.message.removeprefix("prompt")
 
 
-def _parsed(data: Body) -> tuple[EmbeddingsRequest, list[inference_pb2.GenerateRequest]]:
-    body = parse(_BODY, data.take())
-    return body, _requests(body)
+def _parsed(
+    data: Body,
+) -> tuple[EmbeddingsRequest, list[inference_pb2.GenerateRequest], tuple[str, ...]]:
+    body, ignored = parse_fields(_BODY, data.take())
+    return body, _requests(body), ignored
 
 
 def _requests(body: EmbeddingsRequest) -> list[inference_pb2.GenerateRequest]:

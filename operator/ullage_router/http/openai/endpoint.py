@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -28,6 +28,7 @@ from ullage_router.http.openai.errors import (
     openai_errors,
     resumed_headers,
 )
+from ullage_router.http.openai.many_prompts import Begun, ManyPrompts, check_size
 from ullage_router.http.openai.responses import (
     JSON,
     ChatFormat,
@@ -44,6 +45,8 @@ from ullage_router.telemetry.spans import trace_context
 from ullage_router.tenants.session import TenantSession
 from ullage_router.tokenizer.model import Model
 
+_NOT_ONE = inference_pb2.Accepted()
+"""Stands for the acceptance of a request with several prompts, each of which has its own."""
 KEEPALIVE = b": keepalive\n\n"
 _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -70,15 +73,26 @@ class Answer(Protocol):
         """Return the body of the complete response."""
 
 
-class Parsed(NamedTuple):
-    """A parsed body: the request for the pipeline, and options that are not part of it."""
+class Style(NamedTuple):
+    """Options of the response that are not part of the request."""
 
-    request: inference_pb2.GenerateRequest
+    usage: bool = False
+    continuous_usage: bool = False
+    tokens_as_ids: bool = False
+
+
+class Parsed(NamedTuple):
+    """A parsed body: the requests for the pipeline, and options that are not part of them."""
+
+    requests: Sequence[inference_pb2.GenerateRequest]
+    """One request for each prompt. Only completions may have several."""
     is_streamed: bool
     answer: Callable[[ResponseOptions], Answer]
     """Creates the writer of the answer."""
-    wants_usage: bool = False
+    style: Style = Style()
     prompt_cache_key: str = ""
+    ignored: tuple[str, ...] = ()
+    """Names of the body's unknown fields."""
     kept_bytes: int = 0
     """Bytes of the body's memory that stay reserved until the response is complete.
 
@@ -92,15 +106,21 @@ class Parsed(NamedTuple):
 
 def _parsed(
     body: Common,
-    request: inference_pb2.GenerateRequest,
+    requests: Sequence[inference_pb2.GenerateRequest],
     answer: Callable[[ResponseOptions], Answer],
+    ignored: tuple[str, ...],
 ) -> Parsed:
     return Parsed(
-        request,
+        requests,
         is_streamed=bool(body.stream),
         answer=answer,
-        wants_usage=body.wants_usage,
+        style=Style(
+            usage=body.wants_usage,
+            continuous_usage=body.wants_continuous_usage,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        ),
         prompt_cache_key=body.prompt_cache_key or "",
+        ignored=ignored,
     )
 
 
@@ -131,16 +151,22 @@ _CHAT_ERRORS = openai_errors("messages")
 _COMPLETION_ERRORS = openai_errors("prompt")
 
 
+def _chat_answer(options: ResponseOptions) -> ChunkedAnswer:
+    return ChunkedAnswer(ChatFormat(options), _CHAT_ERRORS, options)
+
+
+def _completion_answer(options: ResponseOptions) -> ChunkedAnswer:
+    return ChunkedAnswer(CompletionFormat(options), _COMPLETION_ERRORS, options)
+
+
 def _parse_chat(body: Body, _: TenantSession) -> Parsed:
-    chat = requests.parse_chat(body.take())
-    answer = functools.partial(ChunkedAnswer, ChatFormat, _CHAT_ERRORS)
-    return _parsed(chat, requests.from_chat(chat), answer)
+    chat, ignored = requests.parse_chat(body.take())
+    return _parsed(chat, [requests.from_chat(chat)], _chat_answer, ignored)
 
 
 def _parse_completion(body: Body, _: TenantSession) -> Parsed:
-    completion = requests.parse_completion(body.take())
-    answer = functools.partial(ChunkedAnswer, CompletionFormat, _COMPLETION_ERRORS)
-    return _parsed(completion, requests.from_completion(completion), answer)
+    completion, ignored = requests.parse_completion(body.take())
+    return _parsed(completion, requests.from_completion(completion), _completion_answer, ignored)
 
 
 CHAT = Dialect(_parse_chat, _CHAT_ERRORS)
@@ -210,6 +236,10 @@ class Writer:
             await self._reply.piece(piece)
             await asyncio.sleep(0)
         await self._reply.end()
+
+    def describe(self, record: RequestRecord) -> None:
+        """Take the headers of the response from another record."""
+        self._record = record
 
     def wait_for_stream(self) -> None:
         """Start sending a sign of life after each long silence.
@@ -305,9 +335,13 @@ class GenerateEndpoint:
             record = RequestRecord(record_id)  # the clock starts once the whole body has arrived
             parse = functools.partial(self._dialect.parse, body, tenant)
             parsed = await service.intake.run(body.num_bytes, tenant.name, parse)
+            asked = parsed.requests
             request.charge(parsed.more_bytes)
             limits = service.config.limits
             limit_s = time_limit_s(headers, limits.total_timeout)
+            if len(asked) > 1:
+                check_size(asked, limits.max_output_tokens)
+                tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
         except Exception as error:
             request.end_turn()
             record = RequestRecord(record_id)
@@ -318,10 +352,12 @@ class GenerateEndpoint:
             return
 
         if session_id := headers.get("x-session-id"):
-            parsed.request.session_id = session_id
-        deadline = deadline_of(parsed.request, record, limit_s, limits.request_timeout)
+            for one in asked:
+                one.session_id = session_id
+        record.ignored = parsed.ignored
+        deadline = deadline_of(asked[0], record, limit_s, limits.request_timeout)
         call = Call(
-            parsed.request,
+            asked[0],
             record,
             tenant,
             deadline,
@@ -335,7 +371,15 @@ class GenerateEndpoint:
             end_turn=request.end_turn,
             counts_only=parsed.counts_only,
         )
-        await self._answer(call, parsed, self._writer(reply, record))
+        writer = self._writer(reply, record)
+        if len(asked) == 1:
+            await self._answer(call, parsed, writer)
+            return
+        max_queued = service.config.routing.queue.max_requests
+        many = ManyPrompts(
+            service.pipeline, call, asked, max_queued, limit_s, limits.request_timeout
+        )
+        await self._answer_many(call, many, len(asked), parsed.style, writer)
 
     def _writer(self, reply: Reply, record: RequestRecord) -> Writer:
         dialect = self._dialect
@@ -351,7 +395,7 @@ class GenerateEndpoint:
         answer: Answer | None = None
         try:
             async with self._service.pipeline.serve(call) as stream:
-                answer = parsed.answer(self._response_options(call, parsed.wants_usage))
+                answer = parsed.answer(self._response_options(call, parsed.style))
                 if call.is_streamed:
                     await _stream(stream, answer, writer)
                 else:
@@ -362,7 +406,29 @@ class GenerateEndpoint:
         finally:
             writer.stop()
 
-    def _response_options(self, call: Call, wants_usage: bool) -> ResponseOptions:
+    async def _answer_many(
+        self, call: Call, many: ManyPrompts, num_prompts: int, style: Style, writer: Writer
+    ) -> None:
+        if call.is_streamed:
+            writer.wait_for_stream()
+
+        try:
+            async with many.serve() as stream:
+                writer.describe(many.record)
+                options = self._response_options(call, style, num_prompts)
+                form = CompletionFormat(options)
+                answer = ChunkedAnswer(form, self._dialect.errors, options)
+                if call.is_streamed:
+                    await _stream_many(stream, form, answer, writer)
+                else:
+                    await _whole_many(stream, form, answer, writer)
+        except Exception as error:
+            call.end_turn()  # a slow client must not keep its turn while it reads the error
+            await writer.error(as_service_error(error, call.record))
+        finally:
+            writer.stop()
+
+    def _response_options(self, call: Call, style: Style, num_prompts: int = 1) -> ResponseOptions:
         request = call.request
         return ResponseOptions(
             id=call.record.request_id,
@@ -370,8 +436,10 @@ class GenerateEndpoint:
             created=int(time.time()),
             logprobs=request.output.HasField("top_logprobs"),
             token_ids=request.output.return_token_ids,
-            usage=wants_usage,
-            n=num_answers(request.samples),
+            usage=style.usage,
+            continuous_usage=style.continuous_usage,
+            tokens_as_ids=style.tokens_as_ids,
+            n=num_answers(request.samples) * num_prompts,
             tools=request.messages.HasField("tools"),
             lowered_limit=call.record.decision.lowered_limit,
         )
@@ -403,6 +471,32 @@ async def _whole(stream: ResponseStream, answer: Answer, writer: Writer) -> None
             finished = event.finished
 
     await writer.whole(answer.whole(stream.accepted), resumed_headers(finished))
+
+
+async def _stream_many(
+    stream: ManyPrompts, form: CompletionFormat, answer: Answer, writer: Writer
+) -> None:
+    writer.start_stream()
+    async for event in stream.events():
+        if isinstance(event, Begun):
+            form.begin(event.accepted, event.choices)
+        elif data := answer.of(event):
+            await writer.events(data)
+    await writer.end_stream()
+
+
+async def _whole_many(
+    stream: ManyPrompts, form: CompletionFormat, answer: Answer, writer: Writer
+) -> None:
+    finished = inference_pb2.Finished()
+    async for event in stream.events():
+        if isinstance(event, Begun):
+            form.begin(event.accepted, event.choices)
+            continue
+        answer.collect(event)
+        if event.HasField("finished"):
+            finished = event.finished
+    await writer.whole(answer.whole(_NOT_ONE), resumed_headers(finished))
 
 
 def sampling_defaults(model: Model) -> dict[str, float]:

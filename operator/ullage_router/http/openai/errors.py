@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from urllib.parse import quote
 
 import msgspec
 
@@ -59,6 +60,12 @@ _NAMES = field_names(
         r"samples\.beam": "use_beam_search",
     }
 )
+
+
+_MAX_IGNORED = 16
+"""Maximum number of ignored parts of a request that a header names."""
+_MAX_IGNORED_NAME = 100
+"""Maximum characters of each name. Longer names are cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +223,20 @@ def decision_headers(record: RequestRecord) -> Headers:
 
     if record.cached:
         named["x-ullage-cached"] = _cached_header(record.cached)
+    if record.ignored:
+        named["x-ullage-ignored"] = ignored_header(record.ignored)
     return [(name.encode(), value.encode()) for name, value in named.items()]
+
+
+def ignored_header(ignored: Sequence[str]) -> str:
+    """Return the names of a request's ignored parts, and how many more there are.
+
+    Clients choose the names, so characters that could break a header or a list are escaped.
+    """
+    names = [quote(name[:_MAX_IGNORED_NAME], safe="$[]:/") for name in ignored[:_MAX_IGNORED]]
+    if (more := len(ignored) - len(names)) > 0:
+        names.append(f"+{more}")
+    return ", ".join(names)
 
 
 def _cached_header(cached: Sequence[TierHit]) -> str:

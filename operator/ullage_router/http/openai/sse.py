@@ -3,8 +3,6 @@
 The JSON around the text is the same for all chunks of a choice, so it is encoded only once.
 """
 
-from collections.abc import Callable
-
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
@@ -28,22 +26,17 @@ class ChunkedAnswer:
     """Converts the events of an answer to server-sent events that end with [DONE], or to one body.
 
     Args:
-        new_format: Creates the format, which converts an event to chunks.
+        form: Converts an event to chunks.
         errors: The format of errors.
         options: Settings that determine which fields the chunks have in addition to text.
     """
 
-    def __init__(
-        self,
-        new_format: Callable[[ResponseOptions], Format],
-        errors: ErrorFormat,
-        options: ResponseOptions,
-    ) -> None:
-        self._form = new_format(options)
+    def __init__(self, form: Format, errors: ErrorFormat, options: ResponseOptions) -> None:
+        self._form = form
         self._errors = errors
         self._parts = [Collected() for _ in range(options.n)]
         self._finished = Finished()
-        self._is_plain = not (options.logprobs or options.token_ids)
+        self._is_plain = not (options.logprobs or options.token_ids or options.continuous_usage)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """For each choice, the bytes before and after the text in a chunk that has only text."""
 

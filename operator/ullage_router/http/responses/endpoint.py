@@ -8,7 +8,7 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import unknown_response
-from ullage_router.http.messages import Body, Reply, Request
+from ullage_router.http.messages import Body, Reply, Request, without_slash
 from ullage_router.http.openai.endpoint import Dialect, Parsed, sampling_defaults
 from ullage_router.http.responses.answer import ResponsesAnswer
 from ullage_router.http.responses.errors import ERRORS
@@ -43,10 +43,11 @@ def _parse(
     }
     keep = functools.partial(_keep, store, tenant.name, asked) if asked.conversation else None
     return Parsed(
-        asked.request,
+        [asked.request],
         asked.is_streamed,
         functools.partial(ResponsesAnswer, asked.repeated | sampling, asked.namespaces, keep),
         prompt_cache_key=asked.prompt_cache_key,
+        ignored=asked.ignored,
         kept_bytes=asked.kept_bytes,
         more_bytes=len(asked.previous.conversation) if asked.previous else 0,
     )
@@ -85,7 +86,7 @@ class StoredResponses:
     async def read(self, request: Request, reply: Reply) -> None:
         """Answer with a stored response."""
         tenant = self._tenant(request)
-        name = request.path.removeprefix(self._prefix)
+        name = self._name(request)
         found = self._store.find(tenant, name)
         if found is None:
             raise self._unknown(name)
@@ -94,11 +95,14 @@ class StoredResponses:
     async def delete(self, request: Request, reply: Reply) -> None:
         """Delete a stored response. Responses that continue it stay."""
         tenant = self._tenant(request)
-        name = request.path.removeprefix(self._prefix)
+        name = self._name(request)
         if not self._store.remove(tenant, name):
             raise self._unknown(name)
         deleted = {"id": name, "object": "response", "deleted": True}
         await reply.whole(HTTPStatus.OK, [_JSON_TYPE], msgspec.json.encode(deleted))
+
+    def _name(self, request: Request) -> str:
+        return without_slash(request.path).removeprefix(self._prefix)
 
     def _tenant(self, request: Request) -> str:
         return self._service.tenants.open_session(request.headers.get("authorization")).name

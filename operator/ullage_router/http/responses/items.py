@@ -100,7 +100,7 @@ def _content(
         raise invalid_value(field, "missing", "a string or a list of text parts")
     if isinstance(content, str):
         return utf8(field, content)
-    return "".join(
+    return "\n".join(  # as the parts of chats
         _text(f"{field}[{i}]", part, is_assistant=is_assistant) for i, part in enumerate(content)
     )
 

@@ -10,7 +10,7 @@ from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_MESSAGES
 from ullage_common.wire.validation import check_calls, invalid_value
 from ullage_router.http.long_bodies import LONG_BODY_BYTES
-from ullage_router.http.openai.decoding import parse, utf8
+from ullage_router.http.openai.decoding import body_decoder, parse_fields, utf8
 from ullage_router.http.openai.requests import from_common
 from ullage_router.http.openai.responses import JSON
 from ullage_router.http.openai.schemas import Common, JsonSchema, ResponseFormat
@@ -41,7 +41,7 @@ SAMPLING = {
 """Sampling parameters that a response repeats, with the API's defaults."""
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
-_BODY = msgspec.json.Decoder(ResponsesRequest)
+_BODY = body_decoder(ResponsesRequest)
 _SHARED = frozenset(Common.__struct_fields__) & frozenset(ResponsesRequest.__struct_fields__)
 """Fields that have the same name and meaning in chats."""
 
@@ -67,6 +67,8 @@ class Asked:
     """Namespaces of the functions that have one, by the function's name in the conversation."""
     kept_bytes: int
     """Size in bytes of what stays in memory until the response is complete."""
+    ignored: tuple[str, ...]
+    """Names of the body's unknown fields."""
 
 
 def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns: bool) -> Asked:
@@ -81,7 +83,7 @@ def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns:
     Raises:
         ServiceError: The body is invalid. The error names the field.
     """
-    body = parse(_BODY, data)
+    body, ignored = parse_fields(_BODY, data)
     _check_options(body, drops_turns=drops_turns)
     previous = _previous(body, tenant, store)
     is_stored = _is_stored(body, store)
@@ -133,6 +135,7 @@ def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns:
         previous,
         namespaces,
         kept_bytes,
+        ignored,
     )
 
 

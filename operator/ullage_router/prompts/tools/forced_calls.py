@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ullage_common.chat.tool_formats import ToolFormat
+from ullage_router.prompts.tools.annotations import without_annotations
 from ullage_router.prompts.tools.call_formats import (
     CALL_FORMATS,
     DEEPSEEK_CALL,
@@ -99,6 +100,8 @@ class Forced:
     """Text that precedes the arguments in the answer, by function. Empty if `name` is set."""
     name: str
     """Name of the only possible function, which `opening` contains (empty if there are several)."""
+    ignored: tuple[str, ...] = ()
+    """Paths of the annotations in the functions' schemas that the grammar leaves out."""
     calls: CallFormat | None = None
     """Format of several calls, or None if there is one."""
     functions: Functions = field(default_factory=dict)
@@ -116,19 +119,24 @@ class Forced:
 def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
     """Return the prompt ending and grammar that force a call to a function in `toolbox.forced`."""
     begin, between = _CALL[form]
-    schemas = {name: _closed(toolbox.parameters[name]) for name in toolbox.forced}
+    schemas = dict[str, Schema]()
+    ignored = tuple[str, ...]()
+    for name in toolbox.forced:
+        schema, removed = without_annotations(toolbox.parameters[name], f"tools.{name}.parameters")
+        schemas[name] = _closed(schema)
+        ignored += removed
     if toolbox.several_forced and form in FURTHER:
         openings = {name: name + between for name in schemas}
         lark = _lark(openings, schemas, *FURTHER[form])
         calls = CALL_FORMATS[ToolFormat.HERMES if form in _IN_JSON else form]
-        return Forced(begin, "", lark, openings, "", calls, schemas)
+        return Forced(begin, "", lark, openings, "", ignored, calls, schemas)
     if len(schemas) == 1:
         ((name, schema),) = schemas.items()
         # A prompt that ends with a blank would rule out tokens that begin with a blank.
         opening = (begin + name + between).rstrip()
-        return Forced(opening, json.dumps(schema), "", {}, name)
+        return Forced(opening, json.dumps(schema), "", {}, name, ignored)
     openings = {name: name + between for name in schemas}
-    return Forced(begin, "", _lark(openings, schemas), openings, "")
+    return Forced(begin, "", _lark(openings, schemas), openings, "", ignored)
 
 
 def _closed(schema: Schema) -> Schema:

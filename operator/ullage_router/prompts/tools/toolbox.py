@@ -12,7 +12,7 @@ from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
 from ullage_common.wire.limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from ullage_common.wire.validation import invalid_value
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 Schema = Mapping[str, Any]
 
 
@@ -79,7 +79,7 @@ def _function(field: str, tool: object) -> dict[str, Any]:
     name = function.get("name")
     shape = function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        possible = "1 to 64 of letters, digits, underscore, dot and hyphen"
+        possible = "1 to 128 of letters, digits, underscore, dot, colon, slash and hyphen"
         raise invalid_value(f"{field}.function.name", json.dumps(name), possible)
 
     if shape is not None and not isinstance(shape, dict):
