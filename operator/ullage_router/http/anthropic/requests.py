@@ -133,8 +133,9 @@ def _set_conversation(request: Request, body: CountTokensRequest) -> None:
     if role == "assistant":
         raise invalid(
             "messages",
-            "messages ends with the assistant's message, and answers cannot continue a given "
-            "beginning; let the last message be the user's",
+            "messages ends with the assistant's message, which answers of this API do not "
+            "continue; let the last message be the user's, or send continue_final_message to "
+            "/v1/chat/completions",
         )
     check_calls(sum(len(message.tool_calls) for message in conversation.messages))
 
