@@ -38,9 +38,11 @@ INPUTS: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hi"}],
     "prompt": "Hi",
     "input": ["Hi", "you"],
+    "tokens": [1, 2],
 }
 KEPT_FIELDS = st.sets(st.integers(0, 60), max_size=4)
-EXAMPLES = 80
+EXAMPLES = 320
+"""Enough for some of each path that are served."""
 SLOW_S = 210.0
 """Seconds of each of the two tests in `make test-slow`: with those of wrong bytes and frames twenty
 minutes."""
@@ -56,7 +58,7 @@ APART = (EMBEDDINGS, *OTHER_INPUTS)
 
 
 def test_answers_are_as_described(start_service: "StartService") -> None:
-    statuses = fuzz(start_service, rounds=1)
+    statuses = fuzz(start_service, rounds=1, examples=2 * EXAMPLES)
     assert {(path, 200) for path in ("/v1/chat/completions", "/v1/completions")} <= statuses
 
 
@@ -66,7 +68,7 @@ def test_answers_of_other_apis_are_as_described(start_service: "StartService") -
 
 
 def test_vectors_are_as_described(start_service: "StartService") -> None:
-    statuses = fuzz(start_service, rounds=1, only=(EMBEDDINGS,), examples=EXAMPLES // 4)
+    statuses = fuzz(start_service, rounds=1, only=(EMBEDDINGS,), examples=20)
     assert (EMBEDDINGS, 200) in statuses
 
 
@@ -134,7 +136,10 @@ def fuzz(
             answer = case.call(base_url=url, session=session, timeout=60)
             statuses[case.operation.path, answer.status_code] += 1
             assert answer.status_code < 500 or answer.status_code == 503
-            case.validate_response(answer, checks=CHECKS)
+            # A rejection, too, which Schemathesis does not count as one.
+            is_too_large = answer.status_code == 413
+            checks = [c for c in CHECKS if c is not negative_data_rejection or not is_too_large]
+            case.validate_response(answer, checks=checks)
 
         index = 0
         while index < rounds if rounds else time.monotonic() - began < SLOW_S:
@@ -169,7 +174,7 @@ def thinned(case: Any, kept: set[int], has_usual_input: bool) -> Any:
     for name in inputs.keys() & body.keys():
         if has_usual_input:
             case.body[name] = inputs[name]
-        elif name == "messages":
+        elif name == "messages" and case.body[name]:
             case.body[name] = [message | {"role": ROLES[0]} for message in case.body[name]]
     return case
 
