@@ -86,6 +86,7 @@ def test_what_cannot_be_tokenized(start_service: "StartService") -> None:
     wrong: list[tuple[str, Any, str]] = [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
         ("/tokenize", {"prompt": ""}, "prompt"),
         ("/tokenize", {"messages": [{"role": "bird", "content": "x"}]}, "messages[0].role"),
         ("/detokenize", {"tokens": [999]}, "tokens"),

@@ -25,7 +25,7 @@ from ullage_router.http.openai.decoding import (
 )
 from ullage_router.http.openai.errors import ignored_header
 from ullage_router.http.openai.requests import from_chat
-from ullage_router.http.openai.schemas import ChatMessage, ChatRequest, Token, unread
+from ullage_router.http.openai.schemas import NULL, ChatMessage, ChatRequest, Token, unread
 from ullage_router.policy.facts import Side
 from ullage_router.server.service import RouterService
 from ullage_router.tenants.session import TenantSession
@@ -133,6 +133,8 @@ def _tokenize_request(body: Body) -> tuple[inference_pb2.GenerateRequest, bool, 
     asked, unknown = parse_fields(_TOKENIZE, body.take())
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("prompt", "prompt and messages: send one of them")
+    if asked.prompt is not None and asked.tools != NULL:
+        raise invalid("tools", "tools is for messages; leave it out, or send messages")
     if asked.messages is not None:
         request = from_chat(
             ChatRequest(
