@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 import msgspec
@@ -167,6 +167,8 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     Only a few long bodies are converted to prompts at a time. The callback runs before this request
     waits for anything outside the router, so that it does not hold up the others.
     """
+    counts_only: bool = False
+    """Whether the answer consists of the number of the prompt's tokens."""
     prompt_cache_key: str = ""
     """OpenAI's `prompt_cache_key`, which clients set on requests that share a prefix.
 
@@ -252,6 +254,29 @@ class ResponseStream(Protocol):
 
     def close(self) -> None:
         """Stop generating the answer if it is still running."""
+
+
+class CountedPrompt:
+    """The answer to a call that only counts its prompt's tokens: a stream without events.
+
+    Args:
+        prompt_tokens: number of tokens in the prompt.
+        ignored: parts of the request that have no effect.
+    """
+
+    output_tokens = 0
+
+    def __init__(self, prompt_tokens: int, ignored: Sequence[str]) -> None:
+        self.accepted = inference_pb2.Accepted(prompt_tokens=prompt_tokens, ignored=ignored)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield no events."""
+        no_events: tuple[Event, ...] = ()
+        for event in no_events:
+            yield event
+
+    def close(self) -> None:
+        """Do nothing, since nothing is being generated."""
 
 
 Handler = Callable[[Call], Awaitable[ResponseStream]]

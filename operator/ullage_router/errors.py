@@ -374,6 +374,18 @@ def unknown_path(path: str, see: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", f"there is no {path}; see {see}")
 
 
+def unknown_response(name: str, why: str) -> ServiceError:
+    """Return the error for a request for a response that is not stored.
+
+    Args:
+        name: The id of the response.
+        why: A clause that says why it is not stored, and what to do.
+    """
+    return ServiceError(
+        grpc.StatusCode.NOT_FOUND, "RESPONSE_NOT_FOUND", f"response is {name[:160]}, {why}"
+    )
+
+
 def method_not_allowed(path: str, allowed: str) -> ServiceError:
     """Return the error for an HTTP method that the path does not support."""
     return invalid_head("METHOD_NOT_ALLOWED", f"{path} takes {allowed}")

@@ -65,6 +65,14 @@ HARMONY = "{{ '<|channel|>' }}" + HERMES
         (LFM2, ToolFormat.LFM2),
         (LLAMA, ToolFormat.LLAMA),
         (HARMONY, ToolFormat.HARMONY),
+        ("<|tool_calls_section_begin|>", ToolFormat.KIMI),
+        ("<\uff5ctool▁calls▁begin\uff5c>```json", ToolFormat.DEEPSEEK_V3),
+        ("<\uff5ctool▁calls▁begin\uff5c>", ToolFormat.DEEPSEEK_V31),
+        ("<tool_call><function=x><parameter=y>", ToolFormat.QWEN_XML),
+        ("<tool_call>{name}<arg_key>", ToolFormat.GLM),
+        ("<|tool_call|>", ToolFormat.GRANITE),
+        ("[TOOL_CALLS][ARGS]", ToolFormat.MISTRAL),
+        ("[TOOL_CALLS]", ToolFormat.MISTRAL_LIST),
         (PLAIN, ToolFormat.PLAIN),
     ],
 )
@@ -82,6 +90,31 @@ def test_a_template_that_knows_all_renders_as_hugging_face(tools: list[dict[str,
     rendered = ChatTemplate(HERMES).render(turns, tools=tools)
     assert rendered == expected[0]
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}' in rendered
+
+
+KIMI = """{%- for m in messages %}<{{ m.role }}>
+{%- for c in m.tool_calls or [] %}<|tool_calls_section_begin|>{{ c.id }}{% endfor %}
+{%- if m.tool_call_id %}{{ m.tool_call_id }}{% endif %}{%- endfor %}{{ tools and '' }}"""
+
+
+def test_kimi_gets_ids_that_count_the_calls_of_the_conversation() -> None:
+    again = [*MESSAGES[:-1], *MESSAGES[2:4]]
+    rendered = ChatTemplate(KIMI).render(make_turns(again), tools=[WEATHER])
+    begin = "<assistant><|tool_calls_section_begin|>functions.get_weather"
+    assert rendered.endswith(
+        f"{begin}:0<tool>functions.get_weather:0{begin}:1<tool>functions.get_weather:1"
+    )
+
+
+def test_a_template_that_adds_arguments_to_text_gets_them_as_text() -> None:
+    joins = HERMES.replace(
+        "{{- f.arguments if f.arguments is string else f.arguments | tojson }}",
+        "{{- '' + f.arguments }}",
+    )
+    assert joins != HERMES
+    turns = make_turns(MESSAGES)
+    rendered = ChatTemplate(joins).render(turns, tools=[WEATHER])
+    assert rendered == ChatTemplate(HERMES).render(turns, tools=[WEATHER])
 
 
 def test_calls_become_text_where_the_template_does_not_write_them() -> None:

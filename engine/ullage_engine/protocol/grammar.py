@@ -6,9 +6,11 @@ process. It reads the grammar from standard input. If the grammar is unusable, i
 to standard output. Otherwise, it writes nothing.
 """
 
+import re
 import resource
 import sys
 import threading
+from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -35,6 +37,9 @@ _MOST_BYTES = 24 << 20
 """Maximum number of bytes that compiling a grammar may use before any text is matched."""
 _HARD_BYTES = 2 << 30
 """Maximum address space of the sandbox process in bytes. Exceeding it kills the process."""
+_SPECIAL = re.compile(r"<\|[\w.-]{1,64}\|>")
+"""Matches a special token in a grammar, such as `<|message|>`."""
+_END = "<|end of the answer|>"
 _CPU_SECONDS = 3
 """Maximum CPU time of the sandbox process, in seconds."""
 
@@ -50,8 +55,9 @@ def _cost_error(text: str) -> str:
 
     Return "" on success. The grammar is compiled for a vocabulary of single bytes.
     """
+    vocabulary = _bytes_and(sorted(set(_SPECIAL.findall(text))))
     before = _peak_bytes()
-    matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(vocabulary, text, log_level=0, limits=LIMITS)
     matcher.compute_bitmask()
     if matcher.is_error():
         return " ".join(matcher.get_error().split())[:300]
@@ -59,6 +65,25 @@ def _cost_error(text: str) -> str:
     if used > _MOST_BYTES:
         return f"it takes {used >> 20} MiB to compile, and at most {_MOST_BYTES >> 20} are allowed"
     return ""
+
+
+def _bytes_and(special: Sequence[str]) -> LLTokenizer:
+    """Return a vocabulary of single bytes, and of the special tokens that a grammar names.
+
+    A worker's vocabulary shows later which of them the model has.
+    """
+    if not special:
+        return LLTokenizer("byte")
+    # Few grammars need it, and each is compiled in a process of its own.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {letter: i for i, letter in enumerate(sorted(letters))}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([_END, *special])
+    return LLTokenizer(made.to_str(), eos_token=made.token_to_id(_END))
 
 
 def _peak_bytes() -> int:

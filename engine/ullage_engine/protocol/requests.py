@@ -27,6 +27,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
     logit_bias: dict[int, float] = {}
     """Biases added to the logits of individual tokens, after penalties."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be chosen, in ascending order. Empty if all may be."""
     top_logprobs: int | None = None
     """Number of alternatives to report for each token, or None to report no log-probabilities."""
 

@@ -5,6 +5,7 @@ on a CPU. `plan_edits` and `edit` handle a whole batch on a GPU, with a fixed nu
 regardless of the number of rows.
 """
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,8 +80,32 @@ class PenaltyCounts:
 
 def is_constrained(chunk: Chunk) -> bool:
     """Return whether `constrain` would change the chunk's logits."""
-    is_biased = chunk.sampling is not None and bool(chunk.sampling.logit_bias)
-    return chunk.allowed is not None or bool(chunk.banned) or is_biased
+    sampling = chunk.sampling
+    is_steered = sampling is not None and bool(sampling.logit_bias or sampling.allowed_token_ids)
+    return chunk.allowed is not None or bool(chunk.banned) or is_steered
+
+
+def _mask_of(chunk: Chunk, vocab: int) -> bytes | None:
+    """Return a bit mask of the tokens that the grammar and the client both allow, or None for all.
+
+    The mask may be shorter than the vocabulary, and then allows nothing behind its end.
+    """
+    token_ids = chunk.sampling.allowed_token_ids if chunk.sampling else ()
+    if not token_ids:
+        return chunk.allowed
+    mask = _mask_of_tokens(token_ids, vocab)
+    if chunk.allowed is None:
+        return mask
+    size = min(len(mask), len(chunk.allowed))
+    both = np.frombuffer(mask, np.uint8)[:size] & np.frombuffer(chunk.allowed, np.uint8)[:size]
+    return both.tobytes()
+
+
+@functools.lru_cache(maxsize=64)
+def _mask_of_tokens(token_ids: tuple[int, ...], vocab: int) -> bytes:
+    bits = np.zeros(vocab, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) -> None:
@@ -116,8 +141,9 @@ def constrain(logits: torch.Tensor, chunk: Chunk) -> None:
         logits[torch.tensor(list(bias))] += torch.tensor(list(bias.values()), dtype=logits.dtype)
     if chunk.banned:
         logits[torch.tensor(chunk.banned)] = -torch.inf
-    if chunk.allowed is not None:
-        _allow(logits, chunk.allowed)
+    mask = _mask_of(chunk, logits.shape[0])
+    if mask is not None:
+        _allow(logits, mask)
 
 
 def _allow(logits: torch.Tensor, allowed: bytes) -> None:
@@ -236,7 +262,8 @@ def _masks(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.gene
     A set bit in a mask rules out a token. Rows without a mask share the first one, which rules out
     no token.
     """
-    masks = [chunk.allowed for chunk in chunks if chunk.allowed is not None]
+    mask_by_row = [_mask_of(chunk, vocab) for chunk in chunks]
+    masks = [mask for mask in mask_by_row if mask is not None]
     if not masks:
         return {}
     ruled_out = np.full((1 + len(masks), -(-vocab // 8)), 0xFF, np.uint8)
@@ -245,7 +272,7 @@ def _masks(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.gene
         bits = np.frombuffer(allowed, np.uint8)[: ruled_out.shape[1]]
         ruled_out[place, : len(bits)] = ~bits
 
-    has_mask = np.array([chunk.allowed is not None for chunk in chunks])
+    has_mask = np.array([mask is not None for mask in mask_by_row])
     return {
         "ruled_out": ruled_out,
         "mask_of_row": np.where(has_mask, np.cumsum(has_mask), 0),

@@ -130,7 +130,7 @@ class GrammarCheck:
         if error:
             place = "" if error == _TOO_MUCH else await _place(request.grammar, error)
             raise _wrong(field + place, error)
-        return text
+        return after_reasoning(text, request.reasoning) if request.reasoning.end else text
 
     async def _error(self, text: str) -> str:
         if text not in self._verdicts:
@@ -172,6 +172,30 @@ def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
             return field, _from_choice(field, grammar.choice)
         case _:
             raise invalid("grammar", "grammar is empty; set json_schema, regex, lark or choice")
+
+
+def after_reasoning(text: str, reasoning: pb.Reasoning) -> str:
+    """Return a grammar for answers that may begin with reasoning, and then follow a grammar.
+
+    The reasoning is any text up to the mark that ends it. If the prompt does not end with the mark
+    that begins it, an answer may also do without.
+
+    Args:
+        text: the grammar after the reasoning, in llguidance's format.
+        reasoning: the marks.
+    """
+    answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+    if reasoning.HasField("end_token_id"):
+        thought = f"thought: /(.|\\n)*/ <[{reasoning.end_token_id}]>"
+    else:
+        thought = f"thought[suffix={json.dumps(reasoning.end)}]: /(.|\\n)*/"
+
+    begin = json.dumps(reasoning.begin)
+    if reasoning.HasField("begin_token_id"):
+        begin = f"<[{reasoning.begin_token_id}]>"
+    start = f"({begin} thought BLANKS)?" if reasoning.begin else "thought BLANKS"
+    lark = "\n".join([f"start: {start} @answer", thought, r"BLANKS: /\s{0,4}/"])
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}]})
 
 
 def _from_choice(field: str, choice: pb.Choice) -> str:

@@ -170,7 +170,13 @@ class JournalEntry:
         self.last_token_at: float | None = None
         self._preemptions_before = 0
         self._preemptions_now = 0
-        self._detokenizer = Detokenizer(token_bytes, job.stop_strings, job.special_tokens)
+        self._detokenizer = Detokenizer(
+            token_bytes,
+            job.stop_strings,
+            job.special_tokens,
+            reasoning=job.reasoning,
+            include_stop=job.include_stop,
+        )
         self._update = Update(text=prefix)
         self._news = news
         self._pace = pace
@@ -336,8 +342,9 @@ class JournalEntry:
         last = len(token_ids) - 1
         for place, token_id in enumerate(token_ids):
             self._report(logprobs[place : place + 1])
-            # The token that ends the answer counts, but it has no text.
-            self._append_token(token_id, is_text=finish != "stop" or place < last)
+            # The token that ends the answer counts, but usually it has no text.
+            is_text = finish != "stop" or place < last or self.job.include_stop
+            self._append_token(token_id, is_text)
             if self.is_over:
                 return
         if finish:

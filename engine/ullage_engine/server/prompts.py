@@ -9,9 +9,9 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.chat.guarded_tokenizer import GuardedTokenizer
 from ullage_common.chat.special_tokens import SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
-from ullage_common.chat.template_arguments import read_arguments
+from ullage_common.chat.template_arguments import read_arguments, refuse_unread
 from ullage_common.chat.token_finder import SpecialTokenError
-from ullage_common.chat.turns import make_turns
+from ullage_common.chat.turns import ending, make_turns
 from ullage_common.wire.errors import invalid
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
@@ -35,7 +35,7 @@ class TokenizerBundle:
 
 
 async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle) -> list[int]:
-    """Return the token ids of a request's prompt. Long texts are tokenised in a thread.
+    """Return the token ids of a request's whole prompt. Long texts are tokenised in a thread.
 
     Raises:
         ServiceError: the text contains special tokens, or the template cannot render the messages.
@@ -46,6 +46,8 @@ async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBun
         # A raw prompt is the model's whole input, so its special tokens count as such.
         text = request.text
         ids_of = _embedded_ids if request.embed else _text_ids
+        if request.omit_special_tokens:
+            ids_of = _bare_ids
         encode: Callable[[], list[int]] = functools.partial(ids_of, text, tokenizer_bundle)
     else:
         text, encode = _render(request.messages, tokenizer_bundle)
@@ -59,6 +61,10 @@ async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBun
 
 def _text_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
     return tokenizer_bundle.tokenizer.encode_text(text)
+
+
+def _bare_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
+    return tokenizer_bundle.tokenizer.encode_bare(text)
 
 
 def _embedded_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
@@ -76,13 +82,15 @@ def _render(
         raise invalid("messages", "the model has no chat template; send text or token_ids")
     try:
         field = "messages.template_arguments"
-        arguments = read_arguments(messages.template_arguments, chat, field)
+        arguments, ignored = read_arguments(messages.template_arguments, chat, field)
+        refuse_unread(ignored, chat)
         turns = make_turns(messages.messages)
+        end = ending(messages.end)
         marked = tokenizer_bundle.guard.marked(turns, (), arguments)
         if marked is None:
-            text = chat.render(turns, arguments=arguments)
+            text = chat.render(turns, arguments=arguments, **end)
             return text, functools.partial(tokenizer.encode_rendered, text)
-        text = chat.render(marked.turns, arguments=marked.arguments)
+        text = chat.render(marked.turns, arguments=marked.arguments, **end)
     except (ChatTemplateError, SpecialTokenError) as error:
         raise invalid("messages", str(error)) from error
     guarded = tokenizer_bundle.guarded

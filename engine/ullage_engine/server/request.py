@@ -133,6 +133,10 @@ class ValidatedRequest:
     echo: bool
     special_tokens: bool = False
     """Whether special tokens are included in the output text."""
+    reasoning: tuple[str, str] = ("", "")
+    """Marks around reasoning, in which stop strings do not count. Empty if there is none."""
+    include_stop: bool = False
+    """Whether the output text includes the stop string or the stop token that ended it."""
     samples: SamplePlan = field(default_factory=SamplePlan)
     degraded: tuple[str, ...] = ()
     """Limits that were lowered due to memory pressure, as `name=value`."""
@@ -230,6 +234,8 @@ def validated_request(
         delta_token_ids=request.output.return_token_ids or request.output.delta_token_ids,
         echo=request.output.echo,
         special_tokens=request.output.special_tokens,
+        reasoning=(request.reasoning.begin, request.reasoning.end),
+        include_stop=request.output.include_stop,
         samples=samples,
         received=tuple(
             PartialAnswer(list(one.token_ids), one.text_length, _REASONS.get(one.reason))
@@ -278,6 +284,7 @@ def _sampling(request: pb.GenerateRequest, defaults: SamplingDefaults) -> Sampli
     given = {**defaults, **{field.name: value for field, value in request.sampling.ListFields()}}
     # 53 bits, so that a JSON number can carry the seed back to the client.
     given["logit_bias"] = dict(request.sampling.logit_bias)
+    given["allowed_token_ids"] = tuple(sorted(set(request.sampling.allowed_token_ids)))
     given.setdefault("seed", secrets.randbits(53))
     if request.output.HasField("top_logprobs"):
         given["top_logprobs"] = request.output.top_logprobs
@@ -291,7 +298,12 @@ def _stop_token_ids(stop: pb.StopConditions, eos_token_ids: tuple[int, ...]) -> 
 
 def _check_vocabulary(request: pb.GenerateRequest, vocab_size: int) -> None:
     check_vocabulary("logit_bias", request.sampling.logit_bias, vocab_size)
+    check_vocabulary("allowed_token_ids", request.sampling.allowed_token_ids, vocab_size)
     check_vocabulary("stop_token_ids", request.stop.stop_token_ids, vocab_size)
+    for name in ("begin_token_id", "end_token_id"):
+        if request.reasoning.HasField(name):
+            ids = [getattr(request.reasoning, name)]
+            check_vocabulary(f"reasoning.{name}", ids, vocab_size)
     for answer in request.continuation.answers:
         check_vocabulary("continuation", answer.token_ids, vocab_size)
 

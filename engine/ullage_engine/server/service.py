@@ -12,6 +12,7 @@ from msgspec import structs
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
+from ullage_common.chat.truncation import truncated
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.tracing import Tracer
 from ullage_common.request_cost import most_tokens, request_blocks
@@ -231,7 +232,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         limits = self._limits(tokenizer_bundle)
         check_request(request, limits)
         grammar = await self._grammars.text(request)
-        token_ids = await prompt_ids(request, tokenizer_bundle)
+        whole_prompt = await prompt_ids(request, tokenizer_bundle)
+        token_ids = truncated(whole_prompt, request, limits.max_model_len)
         checked = validated_request(request, token_ids, key, limits, self._config.limits, grammar)
         max_tokens = checked.request.max_tokens
         served.happened("received", prompt_tokens=len(token_ids), max_tokens=max_tokens)

@@ -66,7 +66,9 @@ class Detokenizer:
 
     The texts that `push` and `flush` return, joined together, are the decoded text before the first
     stop string. If one character completes two stop strings, the longer one is used. With
-    `special_tokens`, the text includes special tokens.
+    `special_tokens`, the text includes special tokens. Stop strings within `reasoning`, which is
+    given by the marks around it, do not count. With `include_stop`, the text includes the stop
+    string.
     """
 
     def __init__(
@@ -74,27 +76,86 @@ class Detokenizer:
         token_bytes: TokenBytes,
         stop_strings: Sequence[str] = (),
         special_tokens: bool = False,
+        reasoning: tuple[str, str] = ("", ""),
+        include_stop: bool = False,
     ) -> None:
         self._bytes_of = token_bytes.spelling if special_tokens else token_bytes.text_bytes
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = StopMatcher(stop_strings)
+        self._stops = StopMatcher(stop_strings, include_stop)
+        self._reasoning = _Reasoning(*reasoning) if stop_strings and reasoning[1] else None
 
     def push(self, token_id: int) -> TextPiece:
         """Add a token and return the new text. Do not call this after a stop string was found."""
-        return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
+        return self._push(self._characters.decode(self._bytes_of(token_id)))
 
     def flush(self) -> TextPiece:
         """Return the text that was held back. An incomplete character becomes U+FFFD."""
-        piece = self._stops.push(self._characters.decode(b"", final=True))
+        piece = self._push(self._characters.decode(b"", final=True), is_last=True)
         if piece.stop_string:
             return piece
         return TextPiece(piece.text + self._stops.flush(), "")
 
+    def _push(self, text: str, is_last: bool = False) -> TextPiece:
+        if self._reasoning is None:
+            return self._stops.push(text)
+        thought, rest = self._reasoning.split(text, is_last)
+        piece = self._stops.push(rest)
+        return TextPiece(thought + piece.text, piece.stop_string)
+
+
+class _Reasoning:
+    """Separates the reasoning with which an answer begins from the text after it.
+
+    Args:
+        begin: the mark before the reasoning, or "" if the prompt ends with it.
+        end: the mark after the reasoning.
+    """
+
+    def __init__(self, begin: str, end: str) -> None:
+        self._begin = begin
+        self._end = end
+        self._is_over = False
+        self._held = ""
+        """Text that may be the beginning of the first mark."""
+        self._tail = ""
+        """The last characters of the reasoning, which may be the beginning of its end."""
+
+    def split(self, text: str, is_last: bool) -> tuple[str, str]:
+        """Return the parts of the new text within the reasoning and after it."""
+        if self._is_over:
+            return "", text
+        if self._begin:
+            text = self._held + text
+            begun = text.lstrip()
+            if begun.startswith(self._begin):
+                self._begin = self._held = ""
+            elif self._begin.startswith(begun) and not is_last:
+                self._held = text
+                return "", ""
+            else:
+                self._is_over = True
+                return "", text
+
+        searched = self._tail + text
+        place = searched.find(self._end)
+        if place < 0:
+            self._tail = searched[max(0, len(searched) - len(self._end) + 1) :]
+            return text, ""
+        self._is_over = True
+        after = place + len(self._end) - len(self._tail)
+        return text[:after], text[after:]
+
 
 class StopMatcher:
-    """Finds the first stop string in text that arrives incrementally (Knuth-Morris-Pratt)."""
+    """Finds the first stop string in text that arrives incrementally (Knuth-Morris-Pratt).
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
+    Args:
+        stop_strings: the stop strings.
+        includes_stop: whether the text includes the stop string that ends it.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], includes_stop: bool = False) -> None:
+        self._includes_stop = includes_stop
         # Longest first, so that the longer of two matches at one character wins.
         self._stops = sorted(set(stop_strings), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
@@ -110,7 +171,8 @@ class StopMatcher:
         for place, character in enumerate(text, start=len(self._held) + 1):
             stop = self._advance(character)
             if stop:
-                return TextPiece(pending[: place - len(stop)], stop)
+                end = place if self._includes_stop else place - len(stop)
+                return TextPiece(pending[:end], stop)
 
         kept = len(pending) - max(self._matched)
         self._held = pending[kept:]

@@ -99,6 +99,10 @@ class ModelTokenizer:
         """Tokenise raw prompt text, and add special tokens (such as BOS and EOS) if missing."""
         return self.affixes.around(self._encode(text))
 
+    def encode_bare(self, text: str) -> list[int]:
+        """Tokenise raw prompt text without adding special tokens."""
+        return self._encode(text)
+
     def encode_rendered(self, text: str) -> list[int]:
         """Tokenise a rendered chat template, prepending a BOS token if `chat_adds_bos`.
 

@@ -482,8 +482,9 @@ class EngineCore:
             if self.scheduler.is_awaited(request_id):
                 self._give_up(
                     request_id,
-                    "no token may come next: its grammar (response_format, tools), min_tokens and "
-                    "logit_bias together rule out every one; loosen one of them",
+                    "no token may come next: its grammar (response_format, tools), min_tokens, "
+                    "allowed_token_ids and logit_bias together rule out every one; loosen one of "
+                    "them",
                 )
         return [each for each in sampled if each.request_id not in refused]
 

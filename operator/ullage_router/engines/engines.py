@@ -56,6 +56,7 @@ class Engines:
         accepts_plaintext: whether to connect to engines without TLS in plaintext, even if there are
             credentials.
         trusts_special_tokens: see `ModelCache`.
+        reasoning: see `ModelCache`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Engines:
         dialer: Dialer | None = None,
         accepts_plaintext: bool = False,
         trusts_special_tokens: bool = False,
+        reasoning: str = "auto",
     ) -> None:
         self._pools = tuple(pools)
         self._large_pool = large_pool(self._pools)
@@ -94,7 +96,7 @@ class Engines:
 
         It stands in for the pool while the pool is scaled to zero.
         """
-        self._models = ModelCache(trusts_special_tokens, self._fingerprints)
+        self._models = ModelCache(trusts_special_tokens, reasoning, self._fingerprints)
         self._declared_adapters: frozenset[str] | None = None
         """Adapters that engines will serve once their pool is woken, or None if not declared."""
         self._logged_values: dict[str, frozenset[str]] = {}

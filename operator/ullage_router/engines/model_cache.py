@@ -19,11 +19,15 @@ class ModelCache:
     Args:
         trusts_special_tokens: whether special tokens that are spelled out in client text are
             encoded as such.
+        reasoning: name of the models' format of reasoning, "auto" or "off" (`load_model`).
         in_use: returns the fingerprints of the models that engines use.
     """
 
-    def __init__(self, trusts_special_tokens: bool, in_use: Callable[[], set[str]]) -> None:
+    def __init__(
+        self, trusts_special_tokens: bool, reasoning: str, in_use: Callable[[], set[str]]
+    ) -> None:
         self._trusts_special_tokens = trusts_special_tokens
+        self._reasoning = reasoning
         self._in_use = in_use
         self._models: dict[str, Model] = {}
         """Models by fingerprint, least recently used first."""
@@ -39,7 +43,9 @@ class ModelCache:
         async with self._loading:  # engines with one model start at the same time
             model = self._models.pop(key, None)
             if model is None:
-                model = await asyncio.to_thread(load_model, described, self._trusts_special_tokens)
+                model = await asyncio.to_thread(
+                    load_model, described, self._trusts_special_tokens, self._reasoning
+                )
             self._models[key] = model
             self._remove_idle()
         return model

@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 import msgspec
 
+from ullage_common import version
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import (
     http_status,
@@ -17,20 +18,32 @@ from ullage_router.errors import (
     unknown_path,
 )
 from ullage_router.http import openapi
-from ullage_router.http.messages import Endpoint, Headers, Reply, Request, Routes
+from ullage_router.http.anthropic import endpoint as anthropic
+from ullage_router.http.error_bodies import error_body
+from ullage_router.http.messages import Endpoint, Headers, Reply, Request, Routes, without_slash
 from ullage_router.http.monitoring import Pages
 from ullage_router.http.openai.embeddings import EmbeddingsEndpoint
-from ullage_router.http.openai.endpoint import CHAT, COMPLETION, GenerateEndpoint, request_id
-from ullage_router.http.openai.errors import envelope, error_headers
+from ullage_router.http.openai.endpoint import (
+    CHAT,
+    COMPLETION,
+    GenerateEndpoint,
+    request_id,
+    sampling_defaults,
+)
+from ullage_router.http.openai.errors import error_headers
+from ullage_router.http.openai.tokenize import DetokenizeEndpoint, TokenizeEndpoint
+from ullage_router.http.responses import endpoint as responses
+from ullage_router.http.responses.store import ResponseStore
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
 from ullage_router.tenants.session import TenantSession
-from ullage_router.tokenizer.model import Model
 
 Page = Callable[[Request], object]
 
 JSON_TYPE = (b"content-type", b"application/json")
 MODELS = "/v1/models"
+RESPONSES = "/v1/responses"
+_SUBTREES = (MODELS + "/", RESPONSES + "/")
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +99,20 @@ class App:
         await reply.whole(HTTPStatus.OK, [JSON_TYPE], self._description)
 
     def _endpoint(self, request: Request) -> Endpoint:
-        path = MODELS + "/" if request.path.startswith(MODELS + "/") else request.path
-        methods = self._routes.get(path)
+        methods = self._routes.get(_route(without_slash(request.path)))
         if methods is None:
             raise unknown_path(request.path, see=MODELS)
         if endpoint := methods.get(request.method):
             return endpoint
         return functools.partial(_answer_options, ", ".join(methods))
+
+
+def _route(path: str) -> str:
+    """Return the path's key in the routes: the path, or the beginning that its subtree shares."""
+    for subtree in _SUBTREES:
+        if path.startswith(subtree):
+            return subtree
+    return path
 
 
 async def _answer_options(allowed: str, request: Request, reply: Reply) -> None:
@@ -123,7 +143,7 @@ class _SmallPages:
             ServiceError: The tenant may not use the model, or it does not exist.
         """
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
-        name = request.path.removeprefix(MODELS + "/")
+        name = without_slash(request.path).removeprefix(MODELS + "/")
         served, *adapters = self._names()
         if not (tenant.may_use(name) and name in (served, *adapters)):
             raise unknown_model(name, served, adapters, tenant.rules.models)
@@ -132,6 +152,14 @@ class _SmallPages:
     def healthz(self, request: Request) -> object:
         """Report that the process is alive."""
         return {"status": "alive"}
+
+    def version(self, request: Request) -> object:
+        """Return the version of the router."""
+        return {"version": version()}
+
+    def load(self, request: Request) -> object:
+        """Return the number of requests that this process serves now."""
+        return {"server_load": self._service.pipeline.inflight}
 
     async def readyz(self, request: Request, reply: Reply) -> None:
         """Answer 200 if the router is ready for requests, and 503 otherwise."""
@@ -163,18 +191,8 @@ class _SmallPages:
             "root": served,
             "parent": None if name == served else served,
             "max_model_len": model.description.max_model_len if model else None,
-            "sampling_defaults": _sampling_defaults(model) if model else None,
+            "sampling_defaults": sampling_defaults(model) if model else None,
         }
-
-
-def _sampling_defaults(model: Model) -> dict[str, float]:
-    """Return the model's recommended sampling parameters, which requests use by default.
-
-    The protobuf fields are float32, so 0.7 arrives as a slightly smaller number. Rounding to seven
-    digits restores the original value.
-    """
-    fields = model.description.sampling_defaults.ListFields()
-    return {field.name: float(f"{value:.7g}") for field, value in fields}
 
 
 def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[str, Endpoint]]:
@@ -182,14 +200,26 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
     pages = _SmallPages(service)
     chat = GenerateEndpoint(service, CHAT)
     completion = GenerateEndpoint(service, COMPLETION)
+    store = ResponseStore(service.config.routing.responses)
+    stored = responses.StoredResponses(service, store, RESPONSES + "/")
     return {
         "/v1/chat/completions": {"POST": chat},
         "/v1/completions": {"POST": completion},
+        "/v1/messages": {"POST": GenerateEndpoint(service, anthropic.MESSAGES)},
+        "/v1/messages/count_tokens": {"POST": GenerateEndpoint(service, anthropic.COUNT_TOKENS)},
         "/v1/embeddings": {"POST": EmbeddingsEndpoint(service)},
+        RESPONSES: {"POST": GenerateEndpoint(service, responses.dialect(service, store))},
+        RESPONSES + "/": _get(stored.read) | {"DELETE": stored.delete},
         MODELS: _get(_page(pages.models)),
         MODELS + "/": _get(_page(pages.model)),
         "/healthz": _get(_page(pages.healthz)),
         "/readyz": _get(pages.readyz),
+        "/health": _get(pages.readyz),
+        "/ping": {**_get(pages.readyz), "POST": pages.readyz},
+        "/version": _get(_page(pages.version)),
+        "/load": _get(_page(pages.load)),
+        "/tokenize": {"POST": TokenizeEndpoint(service)},
+        "/detokenize": {"POST": DetokenizeEndpoint(service)},
         **({path: _get(monitoring) for path in ("/stats", "/metrics")} if monitoring else {}),
     }
 
@@ -220,4 +250,4 @@ async def _fail(
         *error_headers(error),
         *(more or ()),
     ]
-    await reply.whole(http_status(error), headers, envelope(error))
+    await reply.whole(http_status(error), headers, error_body(request.path, error))

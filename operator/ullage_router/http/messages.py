@@ -38,6 +38,11 @@ MAX_DISCARDED_BYTES = 64 << 10
 """Maximum bytes of an unread body to discard. If the body is longer, the connection closes."""
 
 
+def without_slash(path: str) -> str:
+    """Return the path without trailing slashes, which some clients' base URLs add."""
+    return path.rstrip("/") or path
+
+
 class Body:
     """A request body that drops its reference to the bytes once they have been taken.
 
@@ -132,11 +137,30 @@ class Request:
             self._room.handled.give_back(self._handled)
             self._handled = None
 
-    def release(self) -> None:
-        """End the body's turn if it has one, and release the memory reserved for the body."""
+    def charge(self, num_bytes: int) -> None:
+        """Reserve memory for text that the request brings along in addition to its body.
+
+        Args:
+            num_bytes: Size of the text in bytes.
+
+        Raises:
+            ServiceError: There is not enough memory for it.
+        """
+        if not self._room.take(num_bytes, self._tenant):
+            raise bodies_full()
+        self._taken_bytes += num_bytes
+
+    def release(self, kept_bytes: int = 0) -> None:
+        """End the body's turn if it has one, and release the memory reserved for the body.
+
+        Args:
+            kept_bytes: Number of bytes that stay reserved until the reply is complete, for parts of
+                the body that the reply needs.
+        """
         self.end_turn()
-        self._room.give_back(self._taken_bytes, self._tenant)
-        self._taken_bytes = 0
+        kept = min(kept_bytes, self._taken_bytes)
+        self._room.give_back(self._taken_bytes - kept, self._tenant)
+        self._taken_bytes = kept
 
     async def read_json(self, tenant: str = "") -> Body:
         """Check that the content type is JSON, then read the body as `read` does.

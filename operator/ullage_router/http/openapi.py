@@ -1,7 +1,8 @@
 """The OpenAPI 3.1 document of the HTTP API, generated from the structures that parse requests.
 
 The schemas of request bodies come from those structures, and the schemas of responses from
-`openai/answers.py`. If this module lacks a description of a server route, generation fails.
+the modules `answers.py` of the APIs. If this module lacks a description of a server route,
+generation fails.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,14 @@ import msgspec
 
 from ullage_common import version
 from ullage_router.http import client_timeout
+from ullage_router.http.anthropic import answers as messages
+from ullage_router.http.anthropic.schemas import (
+    Block,
+    CountTokensRequest,
+    MessagesRequest,
+    MessagesTool,
+    OutputFormat,
+)
 from ullage_router.http.console.console import CONSOLE, OVERLOAD, Overload
 from ullage_router.http.console.console import EVENTS as CONSOLE_EVENTS
 from ullage_router.http.openai import answers
@@ -22,10 +31,15 @@ from ullage_router.http.openai.schemas import (
     CompletionRequest,
     JsonSchema,
     Prompt,
+    Refusing,
     StructuredOutputs,
+    Token,
     ToolDefinition,
     Unsupported,
 )
+from ullage_router.http.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from ullage_router.http.responses import answers as responses
+from ullage_router.http.responses.schemas import ResponsesRequest, ResponsesTool, TextFormat
 from ullage_router.pipeline import idempotency, replace
 
 Json = dict[str, Any]
@@ -36,10 +50,13 @@ EVENTS = "text/event-stream"
 TEXT = "text/plain"
 _REF = "#/components/schemas/{name}"
 
-REFUSING: tuple[type[Unsupported | EmbeddingsRequest], ...] = (
+REFUSING: tuple[type[Unsupported | Refusing], ...] = (
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
 )
 """Types of request bodies that have unsupported fields.
 
@@ -47,20 +64,31 @@ A request is refused if it sets such a field to a value that has an effect.
 """
 
 
-def refused_fields(body: type[Unsupported | EmbeddingsRequest]) -> tuple[str, ...]:
+def refused_fields(body: type[Unsupported | Refusing]) -> tuple[str, ...]:
     """Return the names of a body's unsupported fields."""
-    if issubclass(body, EmbeddingsRequest):
+    if issubclass(body, Refusing):
         return tuple(body.NEUTRAL)
     return Unsupported.__struct_fields__
 
 
+AnyObject = dict[str, Any]
 RAW_FIELDS: Mapping[tuple[type[msgspec.Struct], str], Any] = {
     (ChatRequest, "tools"): list[ToolDefinition] | None,
     (ChatMessage, "function_call"): None,
     (ChatMessage, "audio"): None,
     (CompletionRequest, "prompt"): Prompt,
     (EmbeddingsRequest, "input"): Input,
+    (TokenizeRequest, "tools"): list[ToolDefinition] | None,
+    (DetokenizeRequest, "tokens"): list[Token],
     (JsonSchema, "schema"): dict[str, Any] | bool | str | None,
+    (ResponsesRequest, "tools"): list[ResponsesTool] | None,
+    (ResponsesTool, "parameters"): AnyObject | None,
+    (TextFormat, "schema"): AnyObject | bool | str | None,
+    (CountTokensRequest, "tools"): list[MessagesTool] | None,
+    (MessagesRequest, "tools"): list[MessagesTool] | None,
+    (MessagesTool, "input_schema"): AnyObject,
+    (OutputFormat, "schema"): AnyObject | bool | str | None,
+    (Block, "input"): AnyObject | None,
     (StructuredOutputs, "json"): dict[str, Any] | bool | str | None,
 }
 """Types of the fields whose JSON is decoded later or elsewhere."""
@@ -118,6 +146,8 @@ class Operation:
     """Type of the request body, or None if the request has no body."""
     events: tuple[type, ...] = ()
     """Event types of the response's stream (empty if the response is never a stream)."""
+    is_done_marked: bool = True
+    """Whether the last event of the stream is [DONE]."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """Descriptions, by HTTP status, of this operation's errors in addition to ANY_REQUEST."""
     headers: tuple[str, ...] = ()
@@ -146,6 +176,7 @@ _ANSWER_HEADERS: Mapping[str, str] = {
     "x-ullage-revision": "The revision of the service.",
     "x-ullage-cached": "Prompt tokens whose KV was cached, by tier.",
     "x-ullage-cascade": "The steps of a cascade.",
+    "x-ullage-ignored": "Parts of the request that had no effect.",
     "x-ullage-discarded-tokens": "Tokens of answers that a cascade did not use.",
     "x-ullage-resumed-on": "The engines that resumed a whole answer.",
     "x-ullage-resumed-inexact": "Whether those engines compute differently.",
@@ -156,6 +187,14 @@ _REQUEST_HEADERS: Mapping[str, str] = {
     client_timeout.HEADER: "Seconds after which the answer ends with its text so far.",
     idempotency.HEADER: "Requests with the same key get the same answer.",
     replace.HEADER: "A later request with the same key takes this one's place.",
+    "x-api-key": "The key, if there is no Authorization header.",
+    "anthropic-version": "Accepted, and without effect.",
+}
+
+
+_PATH_PARAMETERS: Mapping[str, str] = {
+    "/v1/models/{name}": "Name of a model.",
+    "/v1/responses/{name}": "Id of a response.",
 }
 
 
@@ -173,8 +212,31 @@ class Overloading(answers.Answer, frozen=True, kw_only=True):
     requests: int
 
 
+class VersionAnswer(answers.Answer, frozen=True, kw_only=True):
+    """The version of the router."""
+
+    version: str
+
+
+class LoadAnswer(answers.Answer, frozen=True, kw_only=True):
+    """How busy the router process is."""
+
+    server_load: int
+    """Number of requests that the process serves now."""
+
+
 def _get(operation: Operation) -> dict[str, Operation]:
     return {"GET": operation, "HEAD": operation}
+
+
+def _ready(name: str, method: str = "") -> Operation:
+    return Operation(
+        f"{name}{method}",
+        "Say whether requests are served.",
+        ProcessStatus,
+        more={503: ProcessStatus},
+        needs_key=False,
+    )
 
 
 OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
@@ -212,6 +274,52 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
             headers=("x-request-id", client_timeout.HEADER),
         )
     },
+    "/v1/responses": {
+        "POST": Operation(
+            "respond",
+            "Continue a conversation of items.",
+            responses.Response,
+            body=ResponsesRequest,
+            kinds=(JSON, EVENTS),
+            events=responses.EVENTS,
+            errors=WITH_KEY | WITH_BODY | GENERATING,
+            headers=_GENERATE_HEADERS,
+        )
+    },
+    "/v1/responses/{name}": {
+        **_get(
+            Operation("response", "Return a stored response.", responses.Response, errors=WITH_KEY)
+        ),
+        "DELETE": Operation(
+            "delete_response",
+            "Delete a stored response.",
+            responses.DeletedResponse,
+            errors=WITH_KEY,
+        ),
+    },
+    "/v1/messages": {
+        "POST": Operation(
+            "message",
+            "Continue a conversation of blocks.",
+            messages.MessageAnswer,
+            body=MessagesRequest,
+            kinds=(JSON, EVENTS),
+            events=messages.EVENTS,
+            is_done_marked=False,
+            errors=WITH_KEY | WITH_BODY | GENERATING,
+            headers=(*_GENERATE_HEADERS, "x-api-key", "anthropic-version"),
+        )
+    },
+    "/v1/messages/count_tokens": {
+        "POST": Operation(
+            "count_tokens",
+            "Count the tokens of a conversation of blocks.",
+            messages.TokenCount,
+            body=CountTokensRequest,
+            errors=WITH_KEY | WITH_BODY | GENERATING,
+            headers=("x-request-id", client_timeout.HEADER, "x-api-key", "anthropic-version"),
+        )
+    },
     "/v1/models": _get(Operation("models", "List the models.", answers.ModelList, errors=WITH_KEY)),
     "/v1/models/{name}": _get(
         Operation("model", "Describe a model.", answers.ModelCard, errors=WITH_KEY)
@@ -219,15 +327,31 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/healthz": _get(
         Operation("alive", "Say that the process lives.", ProcessStatus, needs_key=False)
     ),
-    "/readyz": _get(
-        Operation(
-            "ready",
-            "Say whether requests are served.",
-            ProcessStatus,
-            more={503: ProcessStatus},
-            needs_key=False,
-        )
+    "/readyz": _get(_ready("ready")),
+    "/health": _get(_ready("health")),
+    "/ping": {**_get(_ready("ping")), "POST": _ready("ping", "_post")},
+    "/version": _get(Operation("version", "Return the version.", VersionAnswer, needs_key=False)),
+    "/load": _get(
+        Operation("load", "Count the requests being served.", LoadAnswer, needs_key=False)
     ),
+    "/tokenize": {
+        "POST": Operation(
+            "tokenize",
+            "Return the tokens of a prompt or a conversation.",
+            answers.TokenizeAnswer,
+            body=TokenizeRequest,
+            errors=WITH_KEY | WITH_BODY,
+        )
+    },
+    "/detokenize": {
+        "POST": Operation(
+            "detokenize",
+            "Return the text of tokens.",
+            answers.DetokenizeAnswer,
+            body=DetokenizeRequest,
+            errors=WITH_KEY | WITH_BODY,
+        )
+    },
     PATH: _get(Operation("openapi", "Return this document.", dict[str, Any], needs_key=False)),
     "/stats": _get(
         Operation("stats", "Return the state of a process.", dict[str, Any], errors=WITH_KEY)
@@ -282,7 +406,8 @@ def document(routes: Iterable[tuple[str, str]]) -> bytes:
             "info": {
                 "title": "Ullage",
                 "version": version(),
-                "description": "OpenAI's API. Fields that are not described are ignored.",
+                "description": "OpenAI's API and Anthropic's Messages API. "
+                "Fields that are not described are ignored.",
                 "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
             },
             "paths": paths,
@@ -348,9 +473,9 @@ def _operation(operation: Operation, path: str, method: str, schemas: Schemas) -
     is_head = method == "HEAD"
     name = f"{operation.name}_head" if is_head else operation.name
     described: Json = {"operationId": name, "summary": operation.summary}
-    parameters = [_parameter(header, "header") for header in operation.headers]
+    parameters = [_parameter(header) for header in operation.headers]
     if path.endswith("{name}"):
-        parameters.append(_parameter("name", "path"))
+        parameters.append(_path_parameter(path))
     if parameters:
         described["parameters"] = parameters
 
@@ -391,7 +516,9 @@ def _content(operation: Operation, status: int, schemas: Schemas) -> Json:
             content[kind] = {}
             if operation.events:
                 events = [schemas.of(event) for event in operation.events]
-                content[kind]["x-itemSchema"] = {"oneOf": [*events, {"const": "[DONE]"}]}
+                if operation.is_done_marked:
+                    events.append({"const": "[DONE]"})
+                content[kind]["x-itemSchema"] = {"oneOf": events}
         else:
             content[kind] = {"schema": {"type": "string"}}
     return content
@@ -406,7 +533,8 @@ def _error(status: int, schemas: Schemas) -> Json:
     for name, (statuses, text) in _ERROR_HEADERS.items():
         if status in statuses:
             headers[name] = _header(text)
-    content = {JSON: {"schema": schemas.of(answers.ErrorAnswer)}}
+    forms = [schemas.of(form) for form in (answers.ErrorAnswer, messages.MessagesError)]
+    content = {JSON: {"schema": {"oneOf": forms}}}
     return {"description": _TEXTS[status], "headers": headers, "content": content}
 
 
@@ -414,8 +542,16 @@ def _header(text: str) -> Json:
     return {"description": text, "schema": {"type": "string"}}
 
 
-def _parameter(name: str, place: str) -> Json:
-    described = {"name": name, "in": place, "schema": {"type": "string"}}
-    if place == "path":
-        return described | {"required": True, "description": "Name of a model."}
+def _parameter(name: str) -> Json:
+    described = {"name": name, "in": "header", "schema": {"type": "string"}}
     return described | {"description": _REQUEST_HEADERS[name]}
+
+
+def _path_parameter(path: str) -> Json:
+    return {
+        "name": "name",
+        "in": "path",
+        "schema": {"type": "string"},
+        "required": True,
+        "description": _PATH_PARAMETERS[path],
+    }

@@ -23,11 +23,14 @@ from urllib.parse import urlsplit
 from ullage_common.config.router import ANY_ORIGIN, CORSSection
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import forbidden, http_status
-from ullage_router.http.messages import Endpoint, Headers, Reply, Request
-from ullage_router.http.openai.errors import envelope, error_headers
+from ullage_router.http.error_bodies import error_body
+from ullage_router.http.messages import Endpoint, Headers, Reply, Request, without_slash
+from ullage_router.http.openai.errors import error_headers
 
 API = "/v1/"
 """Prefix of the paths with CORS headers, whose responses any holder of an API key may read."""
+_API_PAGES = frozenset({"/tokenize", "/detokenize"})
+"""Paths of the API outside of its prefix, as vLLM has them."""
 _FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
 """Pages that Prometheus and the operator read, possibly through the proxies of a service mesh."""
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
@@ -36,13 +39,14 @@ MAX_HOST = 253 + len(".:65535")
 """Maximum length of a Host header: the longest DNS name with its trailing dot and a port."""
 KEPT_NAMES = 256
 """Number of hosts whose check results are cached. Nearly all requests name the same host."""
-_METHODS = b"GET, HEAD, POST, OPTIONS"
+_METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 _EXPOSED = (
-    b"retry-after, x-request-id, x-should-retry, x-ratelimit-limit-requests, "
+    b"retry-after, x-request-id, request-id, x-should-retry, x-ratelimit-limit-requests, "
     b"x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
     b"x-ratelimit-reset-requests, x-ratelimit-reset-tokens, x-ullage-action, x-ullage-route, "
     b"x-ullage-degraded, x-ullage-trail, x-ullage-model, x-ullage-engine, x-ullage-cascade, "
-    b"x-ullage-cached, x-ullage-predicted-kv-bytes, x-ullage-discarded-tokens, x-ullage-revision"
+    b"x-ullage-cached, x-ullage-predicted-kv-bytes, x-ullage-discarded-tokens, x-ullage-revision, "
+    b"x-ullage-ignored"
 )
 _PREFLIGHT_S = b"600"
 
@@ -78,10 +82,10 @@ class OriginGuard:
                 self._check(request, origin)
             except ServiceError as error:
                 headers = [(b"content-type", b"application/json"), *error_headers(error)]
-                await reply.whole(http_status(error), headers, envelope(error))
+                await reply.whole(http_status(error), headers, error_body(request.path, error))
                 return
 
-            if self._origins and self._is_api and request.path.startswith(API):
+            if self._origins and self._is_api and _is_api_path(request.path):
                 reply.headers = self._cors_headers(origin)
                 if origin and request.method == "OPTIONS" and self._allows(origin):
                     await reply.whole(HTTPStatus.NO_CONTENT, _preflight_headers(request), b"")
@@ -135,6 +139,10 @@ class OriginGuard:
             (b"access-control-allow-origin", allowed.encode()),
             (b"access-control-expose-headers", _EXPOSED),
         ]
+
+
+def _is_api_path(path: str) -> bool:
+    return path.startswith(API) or without_slash(path) in _API_PAGES
 
 
 def _preflight_headers(request: Request) -> Headers:

@@ -493,6 +493,7 @@ def _complete_acceptance(
     accepted.model = decision.model
     accepted.revision = decision.revision
     accepted.degraded.extend(decision.degraded)
+    accepted.ignored.extend(prompt.ignored)
     accepted.trail.extend(decision.trail)
     if call.request.output.return_token_ids:
         accepted.prompt_token_ids.extend(prompt.token_ids)

@@ -20,7 +20,14 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import check_task, validate_request
 from ullage_router import errors
 from ullage_router.admission.scale_to_zero import ScaleToZero
-from ullage_router.call import Call, Handler, ResponseStream, asked_tokens, num_samples
+from ullage_router.call import (
+    Call,
+    CountedPrompt,
+    Handler,
+    ResponseStream,
+    asked_tokens,
+    num_samples,
+)
 from ullage_router.cascade.cascade import Cascade
 from ullage_router.engines.engines import Engines
 from ullage_router.pipeline.coalesce import Coalescer
@@ -109,10 +116,19 @@ class RequestStages:
         optional = self._optional
         if optional.rollout:
             optional.rollout.refuse_when_stopped()
+        if call.counts_only:
+            return await self._counted(call)
         run = self._in_cascade if optional.cascade else self._on_own_engines
         if optional.idempotency:
             return await optional.idempotency.repeat(call, run)
         return await run(call)
+
+    async def _counted(self, call: Call) -> ResponseStream:
+        """Count the tokens of the prompt for this service's own model. No tokens are charged."""
+        if self._optional.scale_to_zero:
+            await self._optional.scale_to_zero.wait_for_model(call)
+        prompt = await self._render(call, Side.STABLE)
+        return CountedPrompt(len(prompt.token_ids), prompt.ignored)
 
     async def _in_cascade(self, call: Call) -> ResponseStream:
         """Run the cascade, whose steps may include this service's own engines.
@@ -182,7 +198,7 @@ class RequestStages:
         check_task(request, model.description.task, name)
 
         began = time.monotonic()
-        prompt = await self._prompts.build(model, request, tenant.name, call.path)
+        prompt = await self._prompts.build(model, request, tenant.name)
         call.release_body()
         num_tokens = len(prompt.token_ids)
         call.record.note("tokenised", time.monotonic() - began, prompt_tokens=num_tokens)
@@ -258,6 +274,7 @@ class RequestPipeline:
             record.ttft_s = time.monotonic() - record.arrived
             record.note("first_token")
             record.cached = cached_tokens(stream.accepted)
+            record.ignored = (*record.ignored, *stream.accepted.ignored)
             _copy_decision(call)
             yield stream
             record.status = 200

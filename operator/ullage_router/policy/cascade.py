@@ -132,6 +132,7 @@ def _is_bound(request: inference_pb2.GenerateRequest) -> bool:
         request.WhichOneof("input") == "token_ids"
         or bool(request.stop.stop_token_ids)
         or bool(request.sampling.logit_bias)
+        or bool(request.sampling.allowed_token_ids)
         or request.output.return_token_ids
     )
 

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.template_arguments import read_arguments
-from ullage_common.chat.tool_formats import Turn
+from ullage_common.chat.tool_formats import ToolFormat, Turn
+from ullage_common.chat.truncation import truncated
 from ullage_common.chat.turns import TURN_CHARACTERS, make_turns, weight
 from ullage_common.config.router import CleanseSection
 from ullage_common.wire.errors import ServiceError, invalid
@@ -35,6 +36,8 @@ MAX_CHARACTERS_PER_TOKEN = 64
 """Maximum input characters per token of context length. Typical text has a sixteenth of this."""
 MAX_CONTEXTS = 16
 """Maximum length of a conversation with droppable turns, in multiples of the context length."""
+PROMPT_END_TOKENS = 32
+"""Tokens at a prompt's end that tell whether the template has begun the reasoning."""
 COUNTED_CONTEXTS = 4
 """Multiple of the context length up to which an overlong text's tokens are counted.
 
@@ -61,6 +64,10 @@ class Prompt(msgspec.Struct, frozen=True):
     tool_use: ToolUse = msgspec.field(default_factory=ToolUse)
     arguments: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Variables for the chat template."""
+    ignored: tuple[str, ...] = ()
+    """Parts of the request that have no effect on this model, such as `reasoning_effort`."""
+    end: inference_pb2.PromptEnd = inference_pb2.PROMPT_END_REPLY
+    """How the prompt ends."""
     weight: int = 0
     """Number of characters of the original turns (`turns.weight`), even after shortening."""
 
@@ -79,7 +86,7 @@ class Prompt(msgspec.Struct, frozen=True):
     def render(self, turns: Sequence[Turn]) -> Sequence[int]:
         """Render other turns to token ids, with this prompt's tools and template variables."""
         use = self.tool_use
-        return self.model.render(turns, use.tools, use.opening, self.arguments)
+        return self.model.render(turns, use.tools, use.opening, self.arguments, end=self.end)
 
 
 class PromptBuilder:
@@ -91,8 +98,6 @@ class PromptBuilder:
         engines: the engines, which provide the maximum context length.
         threads: threads that tokenise long texts.
         intake: thread that converts conversations with many or long turns.
-        is_cascade: whether other models may also answer the request. Each model then ignores
-            template arguments that it does not support.
         drops_turns: whether turns of conversations that are too long may be dropped.
     """
 
@@ -103,10 +108,8 @@ class PromptBuilder:
         engines: Engines,
         threads: TokenizerThreads,
         intake: IntakeThread,
-        is_cascade: bool,
         drops_turns: bool = False,
     ) -> None:
-        self._is_cascade = is_cascade
         self._rules = section
         self._summarizer = summarizer
         self._engines = engines
@@ -120,29 +123,26 @@ class PromptBuilder:
         model: Model,
         request: inference_pb2.GenerateRequest,
         tenant: str,
-        path: Sequence[str] = (),
     ) -> Prompt:
         """Build the prompt from the request's token ids, text or messages.
 
         Args:
             tenant: tenant of the request.
-            path: cascades that forwarded the request to this service.
 
         Raises:
             ServiceError: the input is missing, far too long, or refused by the chat template.
         """
         kind = request.WhichOneof("input")
+        context = self._engines.max_model_len
         if kind == "token_ids":
-            self._check_count(len(request.token_ids.ids))
-            ids = array("I", request.token_ids.ids)
+            if not request.truncate_prompt_tokens:
+                self._check_count(len(request.token_ids.ids))
+            ids = truncated(array("I", request.token_ids.ids), request, context)
             check_prompt_tokens(ids, model.vocab_size)
             return Prompt(model, ids)
         if kind == "text":
             return await self._text(model, request, tenant)
-        arguments = _arguments(
-            model, request.messages.template_arguments, self._is_cascade or bool(path)
-        )
-        return await self._conversation(model, request, tenant, arguments)
+        return await self._conversation(model, request, tenant)
 
     async def _text(
         self, model: Model, request: inference_pb2.GenerateRequest, tenant: str
@@ -150,17 +150,21 @@ class PromptBuilder:
         size = len(request.text)
         self._check_whole(size, "prompt")
         encode = model.encode_whole if request.embed else model.encode
-        most = COUNTED_CONTEXTS * self._engines.max_model_len
+        if request.omit_special_tokens:
+            encode = model.encode_bare
+        context = self._engines.max_model_len
+        most = COUNTED_CONTEXTS * context
+        longest = most if request.truncate_prompt_tokens else context
 
         def checked() -> "TokenIds | ServiceError":
             # Each access copies the text. Here the copy exists only while a thread works on it,
             # and no traceback keeps it alive, since errors are returned and not raised.
             text = request.text
             fewest = model.fewest_tokens(text)
-            if fewest > self._engines.max_model_len:
+            if fewest > longest:
                 return self._too_long("prompt", fewest)
             try:
-                return encode(text, most)
+                return truncated(encode(text, most), request, context)
             except PromptError as error:
                 return invalid("prompt", f"prompt: {error}")
             except TooManyTokens:
@@ -180,10 +184,13 @@ class PromptBuilder:
         model: Model,
         request: inference_pb2.GenerateRequest,
         tenant: str,
-        arguments: Mapping[str, Any],
     ) -> Prompt:
+        messages = request.messages
+        end = messages.end
+        arguments, ignored = _arguments(model, messages.template_arguments)
         num_bytes = request.messages.ByteSize() + TURN_CHARACTERS * len(request.messages.messages)
         read = functools.partial(self._read, model, request)
+        keeps_turns = self._keeps_turns and not request.truncate_prompt_tokens
         turns, use, size = await self._intake.run(num_bytes, tenant, read)
         turns, degraded = await self._cleansed(turns, size, tenant)
         context = self._engines.max_model_len
@@ -200,9 +207,10 @@ class PromptBuilder:
                     last = (
                         part for s in stretches if s.turn == len(turns) - 1 for part in s.parts()
                     )
-                    if self._keeps_turns and are_more(model, map(squeezed, last), context):
+                    if keeps_turns and are_more(model, map(squeezed, last), context):
                         return self._too_long("messages", context)
-                return model.render(turns, use.tools, use.opening, arguments, most)
+                ids = model.render(turns, use.tools, use.opening, arguments, most, end)
+                return truncated(ids, request, context)
             except PromptError as error:
                 return invalid("messages", f"messages: {error}")
             except TooManyTokens:
@@ -215,8 +223,20 @@ class PromptBuilder:
             finally:
                 del ids  # breaks the reference cycle of the error, its traceback and this frame
         check_prompt_tokens(ids, model.vocab_size, "messages")
-        kept = turns if self._keeps_turns else ()
-        prompt = Prompt(model, ids, kept, degraded, tool_use=use, arguments=arguments, weight=size)
+        if model.reasoning and not request.output.echo:
+            last = model.decode(ids[-PROMPT_END_TOKENS:])
+            use = use.with_reasoning(model.reasoning, last, model.is_special, model.mark_id)
+        prompt = Prompt(
+            model,
+            ids,
+            turns=turns if keeps_turns else (),
+            degraded=degraded,
+            tool_use=use,
+            arguments=arguments,
+            ignored=(*ignored, *(use.forced.ignored if use.forced else ())),
+            end=end,
+            weight=size,
+        )
         return await self._summarized(prompt, tenant) if self._summarizer else prompt
 
     def _read(
@@ -231,7 +251,9 @@ class PromptBuilder:
         self._check_whole(_num_characters(messages))
         _check_calls(messages)
         turns = tuple(make_turns(messages.messages))
-        use = tool_use(request, model.tool_format)
+        use = tool_use(request, model.tool_format, model.is_special)
+        if messages.end == inference_pb2.PROMPT_END_FINAL_MESSAGE:
+            _check_continued(use, model.tool_format)
         size = weight(turns) + use.num_characters + len(messages.template_arguments)
         self._check_whole(size)
         return turns, use, size
@@ -316,11 +338,22 @@ def _check_calls(messages: inference_pb2.Messages) -> None:
             counter.add(call.arguments.encode())
 
 
-def _arguments(model: Model, text: str, is_cascade: bool) -> Mapping[str, Any]:
+def _check_continued(use: ToolUse, form: ToolFormat) -> None:
+    """Refuse to continue the last message where the answer would not be read as such."""
+    field = "continue_final_message"
+    if use.forced:
+        raise invalid(field, f"{field} excludes a tool_choice that forces a call; leave out one")
+    if form is ToolFormat.HARMONY:
+        raise invalid(field, f"{field} is not supported in the model's format; leave it out")
+
+
+def _arguments(model: Model, text: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Read the variables that the request passes to the chat template from their JSON text.
 
-    Return no variables for a model without a template.
+    Returns:
+        The variables that the template reads, and the names of those that it does not. A model
+        without a template has neither.
     """
     if not text or model.template is None:
-        return {}
-    return read_arguments(text, model.template, "chat_template_kwargs", is_cascade)
+        return {}, ()
+    return read_arguments(text, model.template, "chat_template_kwargs")

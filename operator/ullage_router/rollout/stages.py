@@ -115,7 +115,7 @@ class Rollout:
             call.request.model, Side.STABLE, call.tenant.rules.models
         )
         if model.fingerprint != prompt.model.fingerprint:
-            prompt = await self._prompts.build(model, call.request, call.tenant.name, call.path)
+            prompt = await self._prompts.build(model, call.request, call.tenant.name)
         call.decisions.add_step("stable", "CANARY", degraded=prompt.degraded)
         return replace(call, side=Side.STABLE, prompt=prompt)
 

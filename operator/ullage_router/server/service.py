@@ -67,19 +67,19 @@ class RouterService:
             self.tls.dialer,
             accepts_plaintext=self.tls.accepts_plaintext,
             trusts_special_tokens=config.prompts.special_tokens == "trusted",
+            reasoning=config.prompts.reasoning,
         )
         self.balancer = LoadBalancer(routing.placement, self.engines)
 
         self.intake = IntakeThread()
         self._threads = TokenizerThreads()
         self.summarizer = self._summarizer()
-        self._prompts = PromptBuilder(
+        self.prompts = PromptBuilder(
             config.prompts.cleanse,
             self.summarizer,
             self.engines,
             self._threads,
             self.intake,
-            config.cascade is not None,
             drops_turns="shrinkContext" in routing.ladder,
         )
 
@@ -89,9 +89,9 @@ class RouterService:
         self.rollout = Rollout(
             config.rollout_file,
             self.engines,
-            self._prompts,
+            self.prompts,
             config.model,
-            Replayer(self.engines, self._prompts, self.queue, sign),
+            Replayer(self.engines, self.prompts, self.queue, sign),
             self._on_stop,
         )
         self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
@@ -150,7 +150,7 @@ class RouterService:
             rollout,
             self.metrics.on_resumption,
         )
-        stages = RequestStages(config, self.engines, self._prompts, sender, self.optional_stages)
+        stages = RequestStages(config, self.engines, self.prompts, sender, self.optional_stages)
         self.pipeline = RequestPipeline(stages.begin, self._on_end, self.tracer)
         self._watch()
 

@@ -60,8 +60,9 @@ class RequestRecord:
     """The facts about one request that are logged and counted.
 
     The HTTP and gRPC servers create the record. Every pipeline stage may add to the timeline.
-    `Generation` writes `finish` at the answer's last event. Only `RequestPipeline` writes the other
-    fields, when the answer starts and when the request has ended.
+    `Generation` writes `finish` at the answer's last event. The HTTP server names a body's unknown
+    fields in `ignored`. Only `RequestPipeline` writes the other fields, when the answer starts and
+    when the request has ended.
     """
 
     request_id: str
@@ -86,6 +87,8 @@ class RequestRecord:
     ttft_s: float | None = None
     cached: tuple[TierHit, ...] = ()
     """Number of prompt tokens whose KV was already cached when the answer started, by tier."""
+    ignored: tuple[str, ...] = ()
+    """Parts of the request that had no effect, such as unknown fields."""
     output_tokens: int = 0
     finish: str = ""
     """OpenAI's finish reason (empty if the answer did not finish or has several choices)."""

@@ -6,18 +6,24 @@ Engines publish the tokenizer, and the router tokenises each request's text only
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.affixes import Affixes, affixes_of
+from ullage_common.chat.reasoning_formats import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    reasoning_format,
+)
 from ullage_common.chat.special_tokens import ClearMarks, SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.chat.token_finder import SpecialTokenError, TokenPiece
 from ullage_common.chat.tool_formats import ToolFormat, Turn
+from ullage_common.chat.turns import ending
 from ullage_common.process.memory import freeze_gc, trim_heap
 from ullage_router.text_bounds import TokenBound, UncutText, token_bound
 from ullage_router.tokenizer.segments import EDGE_TOKENS, MAX_TOKENS, SegmentEncoder, TokenIds
@@ -47,6 +53,25 @@ class Model:
     guard: SpecialTokenGuard | None
     """Keeps client text from being encoded as special tokens, or None if that is allowed."""
     description: inference_pb2.GetModelResponse
+    reasoning: ReasoningFormat | None = None
+    """Marks around the reasoning of answers, or None if reasoning stays text."""
+    added_tokens: Mapping[str, AddedToken] = field(default_factory=dict)
+    """Special and other tokens that were added to the tokenizer's vocabulary, by text."""
+
+    def is_special(self, text: str) -> bool:
+        """Return whether the tokenizer has a text as a special token."""
+        added = self.added_tokens.get(text)
+        return added is not None and added.special
+
+    def mark_id(self, text: str) -> int | None:
+        """Return the id of a text that grammars know as one token and not as characters.
+
+        These are special tokens, and added tokens in angle brackets.
+        """
+        added = self.added_tokens.get(text)
+        is_tag = text.startswith("<") and text.endswith(">")
+        is_token = added is not None and (added.special or is_tag)
+        return self.tokenizer.token_to_id(text) if is_token else None
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -60,6 +85,7 @@ class Model:
         opening: str = "",
         arguments: Mapping[str, Any] = MappingProxyType({}),
         most: int = MAX_TOKENS,
+        end: inference_pb2.PromptEnd = inference_pb2.PROMPT_END_REPLY,
     ) -> TokenIds:
         """Render a conversation with the chat template, and return its token ids.
 
@@ -69,6 +95,7 @@ class Model:
             opening: text with which the assistant's turn starts.
             arguments: additional variables for the template.
             most: maximum number of tokens, beyond which tokenisation is stopped.
+            end: how the prompt ends.
 
         Raises:
             PromptError: the model has no chat template, its template rejects the messages, or the
@@ -76,7 +103,8 @@ class Model:
             TooManyTokens: the conversation has more than `most` tokens.
         """
         try:
-            text, marks = self._written(messages, tools, arguments)
+            text, marks = self._written(messages, tools, arguments, end)
+            opening = self._after_reasoning(text, opening)
             if marks is None:
                 ids = self.encoder.encode(text + opening, most)
             else:
@@ -84,6 +112,15 @@ class Model:
         except (SpecialTokenError, UncutText) as error:
             raise PromptError(str(error)) from error
         return _around(Affixes(self.chat_prefix), ids)
+
+    def _after_reasoning(self, text: str, opening: str) -> str:
+        """Return the opening of the assistant's turn, after the end of reasoning if it has begun.
+
+        The template may end the prompt with the mark that begins the reasoning.
+        """
+        if not opening or not self.reasoning or not text.rstrip().endswith(self.reasoning.begin):
+            return opening
+        return f"\n{self.reasoning.end}\n\n{opening}"
 
     def write(
         self,
@@ -104,6 +141,7 @@ class Model:
         messages: Sequence[Turn],
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
+        end: inference_pb2.PromptEnd = inference_pb2.PROMPT_END_REPLY,
     ) -> tuple[str, ClearMarks | None]:
         """Render a conversation without letting the text of its messages spell special tokens.
 
@@ -120,9 +158,12 @@ class Model:
         try:
             marked = self.guard.marked(messages, tools, arguments) if self.guard else None
             if marked is None:
-                return self.template.render(messages, tools=tools, arguments=arguments), None
+                text = self.template.render(
+                    messages, tools=tools, arguments=arguments, **ending(end)
+                )
+                return text, None
             text = self.template.render(
-                marked.turns, tools=marked.tools, arguments=marked.arguments
+                marked.turns, tools=marked.tools, arguments=marked.arguments, **ending(end)
             )
             # The marked turns are as large as the text, so they are freed here.
             return text, marked.marks
@@ -140,11 +181,19 @@ class Model:
             PromptError: the text cannot be tokenised.
             TooManyTokens: the text has more than `most` tokens.
         """
+        return _around(self.affixes, self.encode_bare(text, most))
+
+    def encode_bare(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
+        """Return a raw prompt's token ids as `encode` does, but without adding special tokens.
+
+        Raises:
+            PromptError: the text cannot be tokenised.
+            TooManyTokens: the text has more than `most` tokens.
+        """
         try:
-            ids = self.encoder.encode(text, most)
+            return self.encoder.encode(text, most)
         except UncutText as error:
             raise PromptError(str(error)) from error
-        return _around(self.affixes, ids)
 
     def encode_whole(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
         """Return a text's token ids, always enclosed in the tokenizer's prefix and suffix tokens.
@@ -227,7 +276,9 @@ def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
 
 
 def load_model(
-    response: inference_pb2.GetModelResponse, trusts_special_tokens: bool = False
+    response: inference_pb2.GetModelResponse,
+    trusts_special_tokens: bool = False,
+    reasoning: str = "auto",
 ) -> Model:
     """Build the router's `Model` from an engine's description of its model.
 
@@ -237,6 +288,8 @@ def load_model(
         response: the engine's description of its model.
         trusts_special_tokens: whether client text that spells out a special token is encoded as
             that token.
+        reasoning: name of the format of reasoning, "auto" to detect it from the chat template, or
+            "off" to leave reasoning in the text.
 
     Raises:
         ValueError: the tokenizer or the chat template is invalid.
@@ -269,10 +322,20 @@ def load_model(
         bound=token_bound(tokenizer),
         guard=guard,
         description=response,
+        reasoning=_reasoning(template, reasoning),
+        added_tokens={
+            added.content: added for added in tokenizer.get_added_tokens_decoder().values()
+        },
     )
     trim_heap()  # parsing took as much memory again
     freeze_gc()
     return model
+
+
+def _reasoning(template: ChatTemplate | None, name: str) -> ReasoningFormat | None:
+    if template is None or name == "off":
+        return None
+    return reasoning_format(template.source) if name == "auto" else REASONING_FORMATS[name]
 
 
 def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,11 +30,14 @@ from jinja2.utils import Namespace
 from ullage_common.chat.client_text import ascii_json, escaped, formatted, interposed, joined
 from ullage_common.chat.template_looks import Looks, looks_of
 from ullage_common.chat.tool_formats import (
+    ToolFormat,
     Turn,
     described,
     for_format,
     tool_format,
+    with_arguments_as_text,
     with_calls_as_text,
+    with_numbered_ids,
     with_results_as_text,
     with_short_ids,
     with_tools_as_text,
@@ -102,7 +106,12 @@ class ChatTemplate:
         self._with_tools = _compiled(environment, tool_source) if tool_source else self._plain
         self.tool_format = tool_format(tool_source or source)
 
+        self.source = source
+        """Source text of the template for conversations without tools."""
+
         self._given = {**special_tokens, "documents": None}
+        self._wants_text_arguments = False
+        self._wants_text_arguments = self._refuses_objects()
         names = self._plain.names | self._with_tools.names
         self.variables = names - environment.globals.keys() - self._given.keys() - _OURS
         """Names of the variables that the template reads and that a client may set."""
@@ -124,6 +133,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] = MappingProxyType({}),
+        continue_final_message: bool = False,
     ) -> str:
         """Render the prompt text of a conversation, with special tokens as text.
 
@@ -134,12 +144,22 @@ class ChatTemplate:
             add_generation_prompt: whether the prompt ends with the start of the assistant's turn.
             tools: functions that the model may call, in OpenAI's form.
             arguments: values that the client sets for names in `variables`.
+            continue_final_message: whether the prompt ends with the text of the last message, so
+                that the model continues it. Excludes `add_generation_prompt`.
 
         Raises:
-            ChatTemplateError: the template rejects the messages or fails on them.
+            ChatTemplateError: the template rejects the messages, fails on them, or does not render
+                the text of a last message that is to be continued.
         """
+        mark = f"{secrets.token_hex(16)} " if continue_final_message else ""
+        if mark:
+            messages = _marked_end(messages, mark)
         compiled = self._with_tools if tools else self._plain
         messages = for_format(messages, self.tool_format)
+        if self.tool_format is ToolFormat.KIMI:
+            messages = with_numbered_ids(messages)
+        if self._wants_text_arguments:
+            messages = with_arguments_as_text(messages)
 
         if not compiled.knows_calls:
             messages = with_calls_as_text(messages, self.tool_format)
@@ -161,9 +181,22 @@ class ChatTemplate:
                 tools=described(tools, self.tool_format) or None,
                 **self._given,
             )
-            return str.__str__(text)  # a plain string, even if it is ClientText
+            text = str.__str__(text)  # a plain string, even if it is ClientText
         except Exception as error:  # untrusted code may raise anything
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
+        return _cut_at(text, mark) if mark else text
+
+    def _refuses_objects(self) -> bool:
+        """Return whether the template takes the arguments of calls only as JSON text."""
+        as_objects = [_USER, _CALLING, _RESULT]
+        as_texts = with_arguments_as_text(as_objects)
+        return not self._accepts(as_objects) and self._accepts(as_texts)
+
+    def _accepts(self, turns: Sequence[Turn]) -> bool:
+        with contextlib.suppress(ChatTemplateError):
+            self.render(turns, tools=[_TOOL])
+            return True
+        return False
 
     def _samples(self) -> Iterator[str]:
         """Yield the prompts of short sample conversations.
@@ -364,6 +397,39 @@ def _now(form: str) -> str:
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _marked_end(messages: Sequence[Turn], mark: str) -> list[Turn]:
+    """Return the conversation with a mark at the end of the last message's text.
+
+    Raises:
+        ChatTemplateError: the last message has no text that could be continued.
+    """
+    *earlier, last = messages
+    if not last["content"] or "tool_calls" in last:
+        raise ChatTemplateError(
+            "the last message has no text, or it has calls, so it cannot be continued; leave out "
+            "continue_final_message"
+        )
+    return [*earlier, {**last, "content": last["content"] + mark}]
+
+
+def _cut_at(prompt: str, mark: str) -> str:
+    """Return the prompt before the mark.
+
+    The mark ends with a space. If the template has stripped that, it strips texts, and the text
+    before the mark loses its trailing white space, too.
+
+    Raises:
+        ChatTemplateError: the prompt does not contain the mark.
+    """
+    start = prompt.rfind(mark.strip())
+    if start < 0:
+        raise ChatTemplateError(
+            "the chat template leaves out the last message's text; leave out continue_final_message"
+        )
+    text = prompt[:start]
+    return text if prompt.startswith(mark, start) else text.rstrip()
 
 
 def _one_line(text: str) -> str:

@@ -12,29 +12,39 @@ _USUAL = {"reasoning_effort": "medium"}
 
 
 def read_arguments(
-    text: str, template: ChatTemplate, field: str, drops_others: bool = False
-) -> dict[str, Any]:
-    """Parse the client's template variables, and return them by name.
+    text: str, template: ChatTemplate, field: str
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Parse the client's template variables.
 
     Args:
         text: a JSON object (empty for no variables).
         field: name of the request field, used in error messages.
-        drops_others: whether to drop variables that the template does not read, instead of raising
-            an error.
+
+    Returns:
+        The variables that the template reads, by name, and the paths of the others, which have no
+        effect. Values that ask for the usual behaviour are in neither.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, the text is not a JSON object, or it sets a variable that
-            the template does not read.
+        ServiceError: INVALID_ARGUMENT, the text is not a JSON object.
     """
     arguments = _parsed(text, field) if text else {}
-    for name, value in list(arguments.items()):
-        if name in template.variables:
-            continue
-        if not drops_others and _USUAL.get(name) != value:
-            where = name if name in _USUAL else f"{field}.{name}"
-            raise invalid(where, f"{where}: {_reads(template)}; leave it out")
-        del arguments[name]
-    return arguments
+    others = {name: arguments.pop(name) for name in arguments.keys() - template.variables}
+    ignored = (
+        name if name in _USUAL else f"{field}.{name}"
+        for name, value in others.items()
+        if _USUAL.get(name) != value
+    )
+    return arguments, tuple(sorted(ignored))
+
+
+def refuse_unread(ignored: tuple[str, ...], template: ChatTemplate) -> None:
+    """Refuse variables that the template does not read.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, there is such a variable.
+    """
+    for where in ignored[:1]:
+        raise invalid(where, f"{where}: {_reads(template)}; leave it out")
 
 
 def _parsed(text: str, field: str) -> dict[str, Any]:

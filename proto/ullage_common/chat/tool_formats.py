@@ -36,20 +36,48 @@ class ToolFormat(Enum):
     """A `commentary` message to=functions.name is a call. An `analysis` message is reasoning."""
     PLAIN = "plain"
     """The whole answer is {"name": ..., "arguments": {...}}."""
+    MISTRAL_LIST = "mistral-list"
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], of Mistral's older templates."""
+    MISTRAL = "mistral"
+    """[TOOL_CALLS]name[ARGS]{...} for each call, of Mistral's newer templates."""
+    QWEN_XML = "qwen-xml"
+    """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
+    GLM = "glm"
+    """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>."""
+    DEEPSEEK_V3 = "deepseek-v3"
+    """A call is `function`, a separator, the name, and the arguments in a fence of JSON."""
+    DEEPSEEK_V31 = "deepseek-v3.1"
+    """A call is the name, a separator and the arguments."""
+    KIMI = "kimi"
+    """A section of calls, each with an id such as functions.name:0 before its arguments."""
+    GRANITE = "granite"
+    """<|tool_call|>[{"name": ..., "arguments": {...}}, ...], also used by Phi-4-mini."""
 
 
+# Groups of marks, all of which a template of the format has. The first format that fits is used,
+# so formats that share marks with others come before them.
 _MARKS = (
     (ToolFormat.HARMONY, ("<|channel|>",)),
-    (ToolFormat.LFM2, ("<|tool_list_start|>", "<|tool_call_start|>")),
+    (ToolFormat.KIMI, ("<|tool_calls_section_begin|>",)),
+    (ToolFormat.DEEPSEEK_V3, ("<\uff5ctool▁calls▁begin\uff5c>", "```json")),
+    (ToolFormat.DEEPSEEK_V31, ("<\uff5ctool▁calls▁begin\uff5c>",)),
+    (ToolFormat.LFM2, ("<|tool_list_start|>",)),
+    (ToolFormat.LFM2, ("<|tool_call_start|>",)),
+    (ToolFormat.QWEN_XML, ("<tool_call>", "<function=", "<parameter=")),
+    (ToolFormat.GLM, ("<tool_call>", "<arg_key>")),
     (ToolFormat.HERMES, ("<tool_call>",)),
-    (ToolFormat.LLAMA, ("<|python_tag|>", "ipython")),
+    (ToolFormat.GRANITE, ("<|tool_call|>",)),
+    (ToolFormat.MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
+    (ToolFormat.MISTRAL_LIST, ("[TOOL_CALLS]",)),
+    (ToolFormat.LLAMA, ("<|python_tag|>",)),
+    (ToolFormat.LLAMA, ("ipython",)),
 )
 
 
 def tool_format(template: str) -> ToolFormat:
     """Detect a model's tool-call format from the source of its chat template."""
     for tool_format, marks in _MARKS:
-        if any(mark in template for mark in marks):
+        if all(mark in template for mark in marks):
             return tool_format
     return ToolFormat.PLAIN
 
@@ -91,6 +119,44 @@ def _with_short_ids(turn: Turn) -> Turn:
     if call_id := turn.get("tool_call_id"):
         shortened["tool_call_id"] = _short_id(call_id)
     return shortened
+
+
+def with_numbered_ids(turns: Sequence[Turn]) -> list[Turn]:
+    """Replace tool call ids with functions.name:number, counted over the whole conversation.
+
+    Kimi's templates write the ids into the prompt, and its models know them only in this form.
+    """
+    numbered = []
+    ids: dict[str, str] = {}
+    number = 0
+    for turn in turns:
+        changed = dict(turn)
+        if calls := turn.get("tool_calls"):
+            changed["tool_calls"] = []
+            for call in calls:
+                ids[plain_text(call["id"])] = "functions." + call["function"]["name"] + f":{number}"
+                changed["tool_calls"].append(call | {"id": ids[plain_text(call["id"])]})
+                number += 1
+        if call_id := turn.get("tool_call_id"):
+            changed["tool_call_id"] = ids.get(plain_text(call_id), call_id)
+        numbered.append(changed)
+    return numbered
+
+
+def with_arguments_as_text(turns: Sequence[Turn]) -> list[Turn]:
+    """Convert the arguments of tool calls to JSON text, for templates that add them to texts."""
+    return [_with_text_arguments(turn) if turn.get("tool_calls") else turn for turn in turns]
+
+
+def _with_text_arguments(turn: Turn) -> Turn:
+    return turn | {"tool_calls": [_with_text(call) for call in turn["tool_calls"]]}
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else _json(arguments)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _short_id(call_id: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.tool_formats import (
@@ -23,6 +23,23 @@ def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
         names.update({call.id: call.name for call in message.tool_calls})
         turns.append(_turn(message, message.name or names.get(message.tool_call_id, "")))
     return turns
+
+
+class Ending(TypedDict):
+    """Arguments of `ChatTemplate.render` that say how a prompt ends."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+def ending(end: inference_pb2.PromptEnd) -> Ending:
+    """Return the arguments of `ChatTemplate.render` that make a prompt end in this way."""
+    is_continued = end == inference_pb2.PROMPT_END_FINAL_MESSAGE
+    is_closed = end == inference_pb2.PROMPT_END_CLOSED
+    return {
+        "add_generation_prompt": not (is_continued or is_closed),
+        "continue_final_message": is_continued,
+    }
 
 
 def num_characters(turns: Iterable[Turn]) -> int:

@@ -422,6 +422,16 @@ class IdempotencySection(Strict, frozen=True, kw_only=True):
     """Maximum total bytes of the finished answers that one process keeps."""
 
 
+class ResponsesSection(Strict, frozen=True, kw_only=True):
+    """Settings for storing answers of /v1/responses, so that later requests can continue them."""
+
+    enabled: bool = False
+    ttl: SomeSeconds = 3600.0
+    """How long a response is kept, in seconds."""
+    max_bytes: SomeBytes = 64 << 20
+    """Maximum total bytes of the responses that one process keeps."""
+
+
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
     """Requests with more prompt tokens than this go to the pool with role `large`."""
@@ -436,6 +446,7 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
     coalesce: CoalesceSection = CoalesceSection()
     replace: ReplaceSection = ReplaceSection()
     idempotency: IdempotencySection = IdempotencySection()
+    responses: ResponsesSection = ResponsesSection()
     wake: WakeSection = WakeSection()
 
     def __post_init__(self) -> None:
@@ -491,8 +502,13 @@ SpecialTokens = Literal["template", "trusted"]
 """Which special tokens prompts may contain: the template's, or also those spelled in text."""
 
 
+Reasoning = Literal["auto", "off", "think", "mistral", "granite", "response"]
+"""Format in which the model writes reasoning. "auto" detects it from the chat template."""
+
+
 class PromptsSection(Strict, frozen=True, kw_only=True):
     special_tokens: SpecialTokens = "template"
+    reasoning: Reasoning = "auto"
     cleanse: CleanseSection = CleanseSection()
     compress: CompressSection = CompressSection()
 

@@ -18,7 +18,7 @@ MAX_STOP_BYTES = 256
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 16
 MAX_BEAM_WIDTH = 8
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 MAX_TOOLS_BYTES = 1 << 20
 MAX_MESSAGES = 8192
 """Maximum number of turns in a conversation, and of tool calls in all turns together."""
@@ -33,6 +33,8 @@ MAX_BEAM_STOP_TOKENS = 16
 MAX_LENGTH_PENALTY = 10
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens with a logit bias."""
+MAX_ALLOWED_TOKENS = 1024
+"""Maximum number of tokens to which a request may restrict its answer."""
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 64
 """Maximum nesting depth of objects and arrays in a JSON Schema."""

@@ -12,6 +12,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.limits import (
     LOGIT_BIAS,
+    MAX_ALLOWED_TOKENS,
     MAX_BEAM_STOP_TOKENS,
     MAX_BEAM_WIDTH,
     MAX_CACHE_SALT_BYTES,
@@ -47,6 +48,7 @@ def validate_request(request: inference_pb2.GenerateRequest) -> None:
     _check_sampling(request.sampling)
     _check_stop(request.stop)
     _check_grammar(request)
+    _check_reasoning(request.reasoning)
     _check_samples(request.samples)
 
     limit_s = request.step_limit_s
@@ -90,6 +92,8 @@ def _check_input(request: inference_pb2.GenerateRequest) -> None:
             _require(bool(request.text), "prompt", "an empty text", "at least one character")
         case "messages":
             _check_messages(request.messages)
+    most = request.truncate_prompt_tokens
+    _require(most >= -1, "truncate_prompt_tokens", most, "-1, or a number of tokens")
 
 
 def _check_messages(messages: inference_pb2.Messages) -> None:
@@ -137,6 +141,9 @@ def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
             value = getattr(sampling, name)
             _require(value in allowed, name, float(f"{value:.7g}"), str(allowed))
 
+    count = len(sampling.allowed_token_ids)
+    permitted = f"at most {MAX_ALLOWED_TOKENS} tokens"
+    _require(count <= MAX_ALLOWED_TOKENS, "allowed_token_ids", f"{count} tokens", permitted)
     count = len(sampling.logit_bias)
     permitted = f"at most {MAX_LOGIT_BIAS} tokens"
     _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"{count} tokens", permitted)
@@ -163,6 +170,13 @@ def _check_stop(stop: inference_pb2.StopConditions) -> None:
         size = len(text.encode())
         permitted = f"1 to {MAX_STOP_BYTES} bytes a string"
         _require(1 <= size <= MAX_STOP_BYTES, "stop", f"a string of {size} bytes", permitted)
+
+
+def _check_reasoning(reasoning: inference_pb2.Reasoning) -> None:
+    _check_bytes("reasoning.begin", reasoning.begin, MAX_STOP_BYTES)
+    _check_bytes("reasoning.end", reasoning.end, MAX_STOP_BYTES)
+    if reasoning.begin and not reasoning.end:
+        raise invalid_value("reasoning.end", "empty", f"1 to {MAX_STOP_BYTES} bytes")
 
 
 def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
@@ -195,6 +209,7 @@ def _check_beam(request: inference_pb2.GenerateRequest) -> None:
     steering = {
         "grammar": request.HasField("grammar"),
         "logit_bias": bool(request.sampling.logit_bias),
+        "allowed_token_ids": bool(request.sampling.allowed_token_ids),
         "min_tokens": bool(request.stop.min_tokens),
     }
     for field, is_given in steering.items():
@@ -243,6 +258,8 @@ def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
 def _check_embedding(request: inference_pb2.GenerateRequest) -> None:
     for field in ("messages", "sampling", "stop", "output", "samples", "grammar", "continuation"):
         _require(not request.HasField(field), field, "set", "nothing with embed")
+    for field in ("truncate_prompt_tokens", "omit_special_tokens"):
+        _require(not getattr(request, field), field, "set", "nothing with embed")
 
 
 def check_task(request: inference_pb2.GenerateRequest, task: inference_pb2.Task, name: str) -> None:

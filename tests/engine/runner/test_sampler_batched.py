@@ -135,6 +135,26 @@ def chunk(index: int, vocab: int, position: int = 9, **fields: Any) -> Chunk:
     )
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("mask", [None, range(0, 300, 2)], ids=["alone", "with a grammar"])
+def test_only_allowed_tokens_are_chosen(temperature: float, mask: range | None) -> None:
+    vocab = 300
+    allowed = (4, 7, 10, 13)
+    kept = {token for token in allowed if mask is None or token in mask}
+    limits = {} if mask is None else {"allowed": mask_of(mask, vocab)}
+    chosen = set()
+    for seed in range(20):
+        logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed))
+        some: dict[str, Any] = {"temperature": temperature, "seed": seed, **limits}
+        chunks = [chunk(0, vocab, allowed_token_ids=allowed, **some) for _ in range(3)]
+        for row in logits[:1]:
+            constrained = row.clone()
+            logits_edits.constrain(constrained, chunks[0])
+            assert set(torch.nonzero(constrained > -torch.inf).flatten().tolist()) == kept
+        chosen |= {each.token_id for each in sample(logits, chunks)}
+    assert chosen == kept
+
+
 def mask_of(tokens: Sequence[int], vocab: int) -> bytes:
     bits = np.zeros(vocab, dtype=np.uint8)
     bits[list(tokens)] = 1
@@ -152,6 +172,9 @@ def sampled_chunks(draw: st.DrawFn, vocab: int, index: int) -> Chunk:
         limits["allowed"] = mask_of(range(draw(tokens) % (vocab - count), vocab, 1)[:count], vocab)
     if draw(st.integers(0, 4)) == 0:
         limits["logit_bias"] = draw(st.dictionaries(tokens, st.floats(-50, 50), max_size=4))
+    if draw(st.integers(0, 4)) == 0:
+        some = draw(st.lists(tokens, min_size=1, max_size=40, unique=True))
+        limits["allowed_token_ids"] = tuple(sorted(some))
     return chunk(
         index,
         vocab,

@@ -107,6 +107,38 @@ def test_text_that_waits_for_a_stop_string_is_neither_lost_nor_repeated(
     asyncio.run(scenario())
 
 
+def test_a_stop_string_in_the_text_is_neither_lost_nor_repeated(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            plain = text(await responses(engine, ask()))
+            ends = plain[30:36]
+            request = ask(
+                stop=pb.StopConditions(stop_strings=[ends]),
+                output=pb.OutputOptions(delta_token_ids=True, include_stop=True),
+            )
+            whole = await check_every_cut(engine, request)
+            assert whole[-1].finished.stop_string == ends
+            assert text(whole) == plain[: plain.index(ends) + len(ends)]
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_token_can_have_its_text(serve: Serve, fake: ModuleType) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            plain = await responses(engine, ask())
+            last = tokens(plain)[5]
+            stop = pb.StopConditions(stop_token_ids=[last])
+            texts = []
+            for includes in (False, True):
+                output = pb.OutputOptions(delta_token_ids=True, include_stop=includes)
+                texts.append(text(await check_every_cut(engine, ask(stop=stop, output=output))))
+            assert texts[1].startswith(texts[0])
+            assert text(plain).startswith(texts[1])
+
+    asyncio.run(scenario())
+
+
 def test_an_answer_that_had_ended_ends(serve: Serve, fake: ModuleType) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.002) as engine:

@@ -251,6 +251,24 @@ def test_a_slow_client_gets_fewer_larger_pieces(serve: Serve, fake: ModuleType) 
     asyncio.run(scenario())
 
 
+def test_a_prompt_is_cut_to_its_end(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve() as engine:
+            stop = pb.StopConditions(max_tokens=2)
+            cases = [([1, 2, 3, 4], 2, [3, 4]), ([1, 2], 5, [1, 2]), ([1, 2, 3], -1, [1, 2, 3])]
+            for prompt, most, kept in cases:
+                request = pb.GenerateRequest(
+                    token_ids=pb.TokenIds(ids=prompt),
+                    stop=stop,
+                    truncate_prompt_tokens=most,
+                    output=pb.OutputOptions(return_token_ids=True),
+                )
+                first = await anext(aiter(engine.inference.Generate(request)))
+                assert list(first.accepted.prompt_token_ids) == kept
+
+    asyncio.run(scenario())
+
+
 INVALID = {
     "no input": (pb.GenerateRequest(), "input"),
     "no tokens": (pb.GenerateRequest(token_ids=pb.TokenIds()), "prompt"),
@@ -271,6 +289,8 @@ INVALID = {
         "tools",
     ),
     "temperature": (ask(sampling={"temperature": 2.5}), "temperature"),
+    "an allowed token": (ask(sampling={"allowed_token_ids": [50_000]}), "allowed_token_ids"),
+    "nothing of the prompt": (ask(truncate_prompt_tokens=-2), "truncate_prompt_tokens"),
     "stop token": (ask(stop={"stop_token_ids": [50_000]}), "stop_token_ids"),
     "too long": (ask(*[1] * 8192), "input"),
 }

@@ -164,6 +164,34 @@ def test_alike_grammars_are_compiled_once() -> None:
     asyncio.run(scenario())
 
 
+def test_special_tokens_of_a_grammar_are_known_to_the_worker_only() -> None:
+    """The check's vocabulary has bytes, and gpt-oss writes a forced call with its marks."""
+
+    async def scenario() -> None:
+        check = GrammarCheck()
+        lark = 'start: "clock" <|message|> %json {"type": "object"}'
+        assert "<|message|>" in await check.text(ask(grammar={"lark": lark}))
+        with pytest.raises(ServiceError, match="unknown name"):
+            await check.text(ask(grammar={"lark": "start: <|message|> x"}))
+
+    asyncio.run(scenario())
+
+
+def test_reasoning_may_precede_a_checked_grammar() -> None:
+    async def scenario() -> None:
+        compiler = Compiler()
+        check = GrammarCheck(compiler)
+        grammar = {"regex": "a"}
+        plain = await check.text(ask(grammar=grammar))
+        marks = pb.Reasoning(begin="<think>", end="</think>", end_token_id=9)
+        after = await check.text(ask(grammar=grammar, reasoning=marks))
+        assert compiler.compiled == [plain]
+        assert "<[9]>" in after
+        assert json.loads(after)["grammars"][1]["lark_grammar"] == "start: /a/"
+
+    asyncio.run(scenario())
+
+
 def test_who_leaves_while_a_grammar_is_compiled_takes_nobody_along() -> None:
     async def scenario() -> None:
         compiler = Compiler()

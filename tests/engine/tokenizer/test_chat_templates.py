@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
-from ullage_common.chat.tool_formats import with_short_ids
+from ullage_common.chat.tool_formats import ToolFormat, with_numbered_ids, with_short_ids
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -111,10 +111,13 @@ class Family:
     ) -> None:
         """Compare the text, or the refusal and its words."""
         given = [dict(turn) for turn in conversation]
+        # Kimi's ids count the calls.
+        numbers = self.ours.tool_format is ToolFormat.KIMI
+        theirs = with_numbered_ids(given) if numbers else given
         options = {"tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
         try:
             expected = self.theirs.apply_chat_template(
-                given, tokenize=False, **options, **arguments
+                theirs, tokenize=False, **options, **arguments
             )
         except (jinja2.TemplateError, TypeError) as error:
             with pytest.raises(ChatTemplateError) as refused:

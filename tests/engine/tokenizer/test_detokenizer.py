@@ -92,6 +92,22 @@ def test_stop_strings_are_found_across_any_cut(pieces: list[str], stops: list[st
 
 @settings(max_examples=100, deadline=None)
 @given(PIECES, STOPS)
+def test_the_stop_string_can_be_a_part_of_the_text(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops, includes_stop=True)
+    out = ""
+    found = ""
+    for piece in pieces:
+        text, found = matcher.push(piece)
+        out += text
+        if found:
+            break
+    out += "" if found else matcher.flush()
+    before, stop = first_completed("".join(pieces), stops)
+    assert (out, found) == (before + stop, stop)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PIECES, STOPS)
 def test_only_a_possible_beginning_is_held_back(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     sent = ""
@@ -154,3 +170,38 @@ def test_added_tokens_in_latin_letters_are_written_as_themselves() -> None:
         assert spellings.text_bytes(token_id).decode() == text
     [*parts] = tokenizer.encode("\u00fc", add_special_tokens=False).ids
     assert b"".join(map(spellings.text_bytes, parts)).decode() == "\u00fc", "of bytes, as before"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    thought=st.text(alphabet="ab <>\n", max_size=12),
+    answer=st.text(alphabet="xyab", max_size=12),
+    is_open=st.booleans(),
+    include_stop=st.booleans(),
+)
+def test_stop_strings_count_only_after_the_reasoning(
+    thought: str, answer: str, is_open: bool, include_stop: bool
+) -> None:
+    text = f"{thought}</think>{answer}" if is_open else f"\n<think>{thought}</think>{answer}"
+    reasoning = ("" if is_open else "<think>", "</think>")
+    stops = ["ab", "b\n"]
+    detokenizer = Detokenizer(BYTES, stops, reasoning=reasoning, include_stop=include_stop)
+    shown = ""
+    stop = ""
+    for token_id in MODEL.encode_rendered(text):
+        piece = detokenizer.push(token_id)
+        shown += piece.text
+        stop = piece.stop_string
+        if stop:
+            break
+    shown += "" if stop else detokenizer.flush().text
+    before, found = first_completed(answer, stops)
+    assert stop == found
+    assert shown == text.removesuffix(answer) + before + (found if include_stop else "")
+
+
+def test_an_answer_without_reasoning_stops_at_once() -> None:
+    detokenizer = Detokenizer(BYTES, ["ab"], reasoning=("<think>", "</think>"))
+    pieces = [detokenizer.push(token_id) for token_id in MODEL.encode_rendered("<thin ab")]
+    assert "".join(piece.text for piece in pieces) == "<thin "
+    assert pieces[-1].stop_string == "ab"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ullage.inference.v1 import inference_pb2 as pb
@@ -17,7 +17,7 @@ from ullage_engine.protocol.grammar import compile_error
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.sampler import sample
-from ullage_engine.server.grammar import grammar_text
+from ullage_engine.server.grammar import after_reasoning, grammar_text
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 from ullage_engine.worker.grammar import GrammarError, Grammars, no_vocabulary, vocabulary
@@ -207,6 +207,63 @@ def test_other_grammars_are_matched_to_their_end(grammars: Grammars) -> None:
         anything = Answer(grammars, form(json_object=pb.JsonObject()), seed)
         if anything.run(60):
             assert isinstance(json.loads(anything.text), dict)
+
+
+GRAMMARS: dict[str, tuple[Any, str, str]] = {
+    "json_schema": (
+        '{"type": "object", "properties": {}, "additionalProperties": false}',
+        "{}",
+        "{1}",
+    ),
+    "regex": ("ab+", "abb", "ba"),
+    "lark": ('start: "x" b\nb: "y"', "xy", "yx"),
+    "choice": (pb.Choice(texts=["yes", "no"]), "no", "now"),
+}
+
+
+def thinker() -> Tokenizer:
+    """A tokenizer that has marks of reasoning as special and as other added tokens."""
+    made = Tokenizer.from_str(TOKENIZER.tokenizer.to_str())
+    made.add_special_tokens(["[THINK]", "[/THINK]"])
+    made.add_tokens(["<think>", "</think>"])
+    return made
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+@pytest.mark.parametrize(
+    ("begin", "end", "is_token"),
+    [
+        ("<think>", "</think>", True),
+        ("[THINK]", "[/THINK]", True),
+        ("Thought:", 'Response": "', False),
+    ],
+)
+def test_a_grammar_holds_after_the_reasoning(
+    kind: str, begin: str, end: str, is_token: bool
+) -> None:
+    made = thinker()
+    words = LLTokenizer(made.to_str(), eos_token=END)
+    given_text, right, wrong = GRAMMARS[kind]
+    marks = pb.Reasoning(begin=begin, end=end)
+    if is_token:
+        marks.begin_token_id = made.token_to_id(begin)
+        marks.end_token_id = made.token_to_id(end)
+    opened = pb.Reasoning()
+    opened.CopyFrom(marks)
+    opened.begin = ""
+
+    def allows(reasoning: pb.Reasoning, text: str) -> bool:
+        matcher = LLMatcher(words, after_reasoning(form(**{kind: given_text}), reasoning))
+        ids = made.encode(text).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert allows(marks, right)
+    assert allows(marks, f"{begin}Hm.\n{right}{end}\n\n{right}")
+    assert allows(opened, f"Hm.\n{wrong}{end}{right}")
+    assert not allows(marks, f"{begin}Hm.{end}{wrong}")
+    assert not allows(marks, f"{begin}Hm.{end}")
+    assert not allows(marks, wrong)
+    assert not allows(opened, right)
 
 
 def test_the_end_is_all_that_follows_the_end(grammars: Grammars) -> None:

@@ -268,6 +268,7 @@ SCALING = (
     rule("routing.rungs.reject.minRetryDelay", "from 1s to 30s", value="900ms"),
     rule("observability.podMonitor.interval", "must be at least 1s", value="10ms"),
     rule("routing.idempotency.ttl", "ttl must be above 0, such as 10m", value="0s"),
+    rule("routing.responses.ttl", "ttl must be above 0, such as 1h", value="0s"),
 )
 """About the size of pools."""
 

@@ -89,6 +89,17 @@ BODIES: dict[str, tuple[str, bytes]] = {
         said(*[message(b"user", SAID * 20 + "\U0001f600".encode())] * 7900),
     ),
     "a prompt": ("completions", b'{"prompt":"%b"}' % filled(SAID)),
+    "a response to a text": ("responses", b'{"input":"%b"}' % filled(SAID)),
+    "a response to items": (
+        "responses",
+        b'{"input":[%b]}' % b",".join([message(b"user", SAID * 20)] * 8000),
+    ),
+    "long instructions": ("responses", b'{"input":"x","instructions":"%b"}' % filled(SAID)),
+    "a message": ("messages", b'{"max_tokens":1,%b' % said(message(b"user", filled(SAID)))[1:]),
+    "a long system text": (
+        "messages",
+        b'{"max_tokens":1,"system":"%b",%b' % (filled(SAID), said(ASKED)[1:]),
+    ),
     "an input": ("embeddings", b'{"input":"%b"}' % filled(SAID)),
 }
 

@@ -443,3 +443,15 @@ def test_embeddings_over_grpc(start_service: StartService) -> None:
             assert from_rpc_error(caught.value).metadata["field"] == "stop"
 
     asyncio.run(scenario())
+
+
+def test_the_models_own_dimensions(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            await learn(service)
+            answer = await post(service, ["a", "b"], dimensions="3", user="me")
+            assert answer.status_code == 200, answer.text
+            assert [len(item["embedding"]) for item in answer.json()["data"]] == [3, 3]
+            assert answer.headers["x-ullage-ignored"] == "user"
+
+    asyncio.run(scenario())

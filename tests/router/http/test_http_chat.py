@@ -76,7 +76,7 @@ def test_parts_and_developer_role(start_service: "StartService") -> None:
                 ],
                 extra_body={"return_token_ids": True},
             )
-            prompt = "<system>Be brief.\n<user>ab\n<assistant>"
+            prompt = "<system>Be brief.\n<user>a\nb\n<assistant>"
             assert answer.usage.prompt_tokens == len(prompt)
             assert len(answer.model_extra["prompt_token_ids"]) == len(prompt)
             assert answer.choices[0].model_extra["token_ids"] == [0, 1, 2]

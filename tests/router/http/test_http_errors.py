@@ -12,9 +12,10 @@ import pytest
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_router.http.limits import HTTPLimits
-from ullage_router.http.messages import asgi
+from ullage_router.http.messages import Body, asgi
 from ullage_router.http.openai.endpoint import Dialect, GenerateEndpoint, Parsed
-from ullage_router.http.openai.responses import ChatFormat
+from ullage_router.http.openai.errors import openai_errors
+from ullage_router.tenants.session import TenantSession
 
 if TYPE_CHECKING:
     Service = Any
@@ -57,7 +58,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "temperature": -0.1}, "temperature"),
     ({"messages": HI, "temperature": 2.5}, "temperature"),
     ({"messages": HI, "temperature": True}, "temperature"),
-    ({"messages": HI, "top_p": 0}, "top_p"),
+    ({"messages": HI, "top_p": -0.1}, "top_p"),
+    ({"messages": HI, "allowed_token_ids": [1] * 1025}, "allowed_token_ids"),
+    ({"messages": HI, "bad_words": ["a"]}, "bad_words"),
+    ({"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
     ({"messages": HI, "top_p": 1.1}, "top_p"),
     ({"messages": HI, "min_p": -0.5}, "min_p"),
     ({"messages": HI, "top_k": -2}, "top_k"),
@@ -96,23 +100,18 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "min_tokens": -1}, "min_tokens"),
     ({"messages": HI, "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"messages": HI, "model": 5}, "model"),
-    ({"messages": HI, "reasoning_effort": "high"}, "reasoning_effort"),
-    ({"messages": HI, "reasoning_effort": "none"}, "reasoning_effort"),
     ({"messages": HI, "reasoning_effort": 1}, "reasoning_effort"),
-    ({"messages": HI, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ({"messages": HI, "chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"messages": HI, "chat_template_kwargs": {"x": "a" * 20_000}}, "chat_template_kwargs"),
 ]
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": "Hi", "reasoning_effort": "low"}, "reasoning_effort"),
-    ({"prompt": "Hi", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     ({}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt[1]"),
+    ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [-1]}, "prompt[0]"),
     ({"prompt": [256]}, "prompt"),
@@ -343,7 +342,7 @@ def test_errors_are_counted(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
-def broken(body: bytes) -> Parsed:
+def broken(body: Body, tenant: TenantSession) -> Parsed:
     raise ValueError("a bug")
 
 
@@ -351,7 +350,7 @@ def test_a_bug_in_reading_a_body_is_counted_too(start_service: "StartService") -
     async def scenario() -> None:
         async with start_service() as service:
             endpoint = GenerateEndpoint(
-                service.router.service, Dialect(broken, ChatFormat, "messages")
+                service.router.service, Dialect(broken, openai_errors("messages"))
             )
             transport = httpx.ASGITransport(asgi(endpoint, HTTPLimits()))
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:

@@ -94,9 +94,13 @@ def test_a_streamed_call(start_service: "StartService") -> None:
             assert deltas[0].role == "assistant"
             assert not any(delta.content for delta in deltas)
             pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
-            assert [piece.index for piece in pieces] == [0, 1]
-            assert all(piece.id and piece.type == "function" for piece in pieces)
-            assert pieces[0].function.arguments == '{"city": "Oslo"}'
+            starts = [piece for piece in pieces if piece.function.name]
+            assert [piece.index for piece in starts] == [0, 1]
+            assert all(piece.id and piece.type == "function" for piece in starts)
+            assert len(pieces) > len(starts)
+            for index in (0, 1):
+                parts = [piece.function.arguments for piece in pieces if piece.index == index]
+                assert "".join(parts) == '{"city": "Oslo"}'
             assert chunks[-2].choices[0].finish_reason == "tool_calls"
             assert chunks[-1].usage.completion_tokens == len(text)
 
@@ -234,7 +238,8 @@ def test_harmony_sets_thoughts_apart_with_and_without_tools(start_service: "Star
             chat = service.openai.chat.completions
             answer = await chat.create(**ASK)
             assert answer.choices[0].message.content == "Hi"
-            assert answer.choices[0].message.model_extra["reasoning_content"] == "Hmm."
+            extra = {"reasoning": "Hmm.", "reasoning_content": "Hmm."}
+            assert answer.choices[0].message.model_extra == extra
             assert service.engine.requests[-1].output.special_tokens
             chunks = [chunk async for chunk in await chat.create(**ASK, stream=True)]
             extras = [chunk.choices[0].delta.model_extra or {} for chunk in chunks]
@@ -243,6 +248,105 @@ def test_harmony_sets_thoughts_apart_with_and_without_tools(start_service: "Star
             says(service, thought, call)
             answer = await chat.create(**ASK, tools=[CLOCK])
             assert functions(answer.choices[0].message) == [("clock", {"a": 1})]
+
+    asyncio.run(scenario())
+
+
+THINK = HERMES.replace("<assistant>{%", "<assistant><think>\n{%")
+SCHEMA: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}},
+}
+
+
+def test_reasoning_comes_apart_from_the_text(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(template=THINK) as service:
+            says(service, "Hm", "m.\n</th", "ink>", "\n\n", "Hi", "!")
+            chat = service.openai.chat.completions
+            answer = await chat.create(**ASK)
+            message = answer.choices[0].message
+            assert message.content == "Hi!"
+            assert message.model_extra == {"reasoning": "Hmm.", "reasoning_content": "Hmm."}
+            assert answer.usage.completion_tokens_details.reasoning_tokens == 3
+
+            stream = await chat.create(**ASK, stream=True, stream_options={"include_usage": True})
+            chunks = [chunk async for chunk in stream]
+            deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+            extras = [delta.model_extra or {} for delta in deltas]
+            for name in ("reasoning", "reasoning_content"):
+                assert [extra[name] for extra in extras if name in extra] == ["Hm", "m."]
+            assert "".join(delta.content or "" for delta in deltas) == "Hi!"
+            assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_grammar_and_stop_strings_hold_after_the_reasoning(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service(template=THINK) as service:
+            chat = service.openai.chat.completions
+            await chat.create(**ASK, response_format=SCHEMA)
+            await chat.create(**ASK, stop="x")
+            await chat.create(**ASK)
+            asked = [request.reasoning for request in service.engine.requests]
+            assert [(each.begin, each.end) for each in asked] == [("", "</think>")] * 2 + [("", "")]
+            # A forced call has no reasoning, so the prompt ends what the template began.
+            await chat.create(**ASK, tools=[CLOCK], tool_choice="required")
+            opening = '</think>\n\n<tool_call>\n{"name": "clock", "arguments":'
+            assert told(service).endswith(f"<assistant><think>\n\n{opening}")
+            assert not service.engine.requests[-1].reasoning.end
+
+    asyncio.run(scenario())
+
+
+def test_reasoning_that_is_off_stays_text(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(template=THINK, prompts={"reasoning": "off"}) as service:
+            says(service, "Hmm.</think>Hi")
+            answer = await service.openai.chat.completions.create(**ASK)
+            assert answer.choices[0].message.content == "Hmm.</think>Hi"
+            assert answer.usage.completion_tokens_details is None
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_the_template_gets_the_reasoning_of_earlier_turns(
+    start_service: "StartService", name: str
+) -> None:
+    async def scenario() -> None:
+        shows = HERMES.replace("{{ m.content }}", "{{ m.reasoning_content }}|{{ m.content }}")
+        async with start_service(template=shows) as service:
+            said = {"role": "assistant", "content": None, name: "So."}
+            again = {"role": "user", "content": "And?"}
+            await service.openai.chat.completions.create(
+                model="tiny", messages=[*ASK["messages"], said, again]
+            )
+            assert "<assistant>So.|\n<user>" in told(service)
+
+    asyncio.run(scenario())
+
+
+def test_several_forced_calls(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(template=HERMES) as service:
+            first = 'get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+            says(
+                service,
+                first,
+                '\n<tool_call>\n{"name": "clock", "argu',
+                'ments": {}}\n</tool_call>',
+            )
+            answer = await service.openai.chat.completions.create(
+                **ASK, tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=True
+            )
+            calls = [("get_weather", {"city": "Oslo"}), ("clock", {})]
+            assert functions(answer.choices[0].message) == calls
+            assert answer.choices[0].message.content is None
+            assert answer.choices[0].finish_reason == "tool_calls"
 
     asyncio.run(scenario())
 
@@ -257,7 +361,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": tools_of("two words")}, "tools[0].function.name"),
     ({"tools": tools_of("a", "a")}, "tools"),
-    ({"tools": tools_of(*(f"f{i}" for i in range(129)))}, "tools"),
+    ({"tools": tools_of(*(f"f{i}" for i in range(513)))}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0]."),
     (
         {
@@ -278,7 +382,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [CLOCK], "echo": True}, "echo"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
     (
         {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
         "messages[0].function_call",

@@ -57,7 +57,7 @@ def peak() -> int:
 async def build(model: Model, asked: Sequence[inference_pb2.GenerateRequest]) -> list[object]:
     threads = TokenizerThreads()
     intake = IntakeThread()
-    builder = PromptBuilder(CleanseSection(), None, LongContext(), threads, intake, False)  # type: ignore[arg-type]
+    builder = PromptBuilder(CleanseSection(), None, LongContext(), threads, intake)  # type: ignore[arg-type]
     tasks = [builder.build(model, request, f"tenant {i}") for i, request in enumerate(asked)]
     results = await asyncio.gather(*tasks, return_exceptions=True)
     threads.close()

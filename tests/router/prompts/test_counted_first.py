@@ -118,7 +118,6 @@ def built(
         ShortContext(),  # type: ignore[arg-type]
         threads,
         intake,
-        is_cascade=False,
         drops_turns=drops_turns,
     )
     try:

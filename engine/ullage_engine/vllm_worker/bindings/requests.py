@@ -89,6 +89,7 @@ def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any
         "frequency_penalty": sampling.frequency_penalty,
         "seed": None if sampling.temperature == 0.0 else sampling.seed % _SEEDS,
         "logit_bias": dict(sampling.logit_bias) or None,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "max_tokens": max_tokens,
         "min_tokens": min(request.min_tokens, max_tokens),
         # The server names every token that ends an answer.

@@ -24,6 +24,12 @@ class PromptTokensDetails(Answer, frozen=True, kw_only=True):
     """Cached tokens by cache tier. Absent if only the device had cached KV."""
 
 
+class CompletionTokensDetails(Answer, frozen=True, kw_only=True):
+    """Details of the output tokens."""
+
+    reasoning_tokens: int
+
+
 class Usage(Answer, frozen=True, kw_only=True):
     """Token counts of a request."""
 
@@ -31,6 +37,8 @@ class Usage(Answer, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Absent if the answers have no reasoning."""
 
 
 class Alternative(Answer, frozen=True, kw_only=True):
@@ -98,7 +106,9 @@ class AnswerMessage(Answer, frozen=True, kw_only=True):
 
     role: Literal["assistant"]
     content: str | None
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    """The same as `reasoning`."""
     tool_calls: list[AnswerToolCall] | UnsetType = UNSET
 
 
@@ -154,7 +164,9 @@ class Delta(Answer, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    """The same as `reasoning`."""
     tool_calls: list[ToolCallPiece] | UnsetType = UNSET
 
 
@@ -261,6 +273,21 @@ class ModelList(Answer, frozen=True, kw_only=True):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class TokenizeAnswer(Answer, frozen=True, kw_only=True):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(Answer, frozen=True, kw_only=True):
+    """The text of tokens."""
+
+    prompt: str
 
 
 class ErrorDetails(Answer, frozen=True, kw_only=True):

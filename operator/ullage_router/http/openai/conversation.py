@@ -8,23 +8,30 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_TOOLS_BYTES
 from ullage_common.wire.validation import check_calls, invalid_value
-from ullage_router.http.openai.decoding import utf8
+from ullage_router.http.openai.decoding import decode_field, utf8
 from ullage_router.http.openai.schemas import (
     NULL,
+    AllowedTools,
     ChatMessage,
     ChatRequest,
     ContentPart,
+    NamedFunction,
     NamedTool,
     ToolCall,
 )
 
-_MODES = {
+MODES = {
     "none": inference_pb2.TOOL_MODE_NONE,
     "auto": inference_pb2.TOOL_MODE_AUTO,
     "required": inference_pb2.TOOL_MODE_REQUIRED,
 }
 _NOTHING = re.compile(r"null|\[\s*\]")
-_CHOICES = 'none, auto, required, {"type": "function", "function": {"name": ...}}'
+_CHOICES = (
+    'none, auto, required, {"type": "function", "function": {"name": ...}}, '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+)
+_TOOLS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_NAMED = msgspec.json.Decoder(NamedFunction)
 
 
 def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) -> None:
@@ -42,9 +49,21 @@ def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) ->
     for i in range(len(given)):
         _add_message(conversation, f"messages[{i}]", given.pop())
 
+    conversation.end = _prompt_end(chat)
     conversation.template_arguments = _template_arguments(chat)
     if (tools := _tools(chat)) is not None:
         conversation.tools.CopyFrom(tools)
+
+
+def _prompt_end(chat: ChatRequest) -> inference_pb2.PromptEnd:
+    if chat.continue_final_message:
+        if chat.add_generation_prompt:
+            raise invalid_value(
+                "add_generation_prompt", True, "false with continue_final_message: true"
+            )
+        return inference_pb2.PROMPT_END_FINAL_MESSAGE
+    is_closed = chat.add_generation_prompt is False
+    return inference_pb2.PROMPT_END_CLOSED if is_closed else inference_pb2.PROMPT_END_REPLY
 
 
 def _template_arguments(chat: ChatRequest) -> str:
@@ -63,7 +82,7 @@ def _template_arguments(chat: ChatRequest) -> str:
 
 
 def _tools(chat: ChatRequest) -> inference_pb2.Tools | None:
-    mode, name = _choice(chat.tool_choice)
+    mode, name, allowed = _choice(chat.tool_choice)
     if len(chat.tools) > MAX_TOOLS_BYTES:
         permitted = f"at most {MAX_TOOLS_BYTES} bytes"
         raise invalid_value("tools", f"{len(chat.tools)} bytes", permitted)
@@ -80,20 +99,61 @@ def _tools(chat: ChatRequest) -> inference_pb2.Tools | None:
             )
         return None
 
+    if allowed is not None:
+        functions = _restricted(chat.tools, allowed)
     single = chat.parallel_tool_calls is False
-    return inference_pb2.Tools(functions=functions, mode=mode, name=name, single_call=single)
+    return inference_pb2.Tools(
+        functions=functions,
+        mode=mode,
+        name=name,
+        single_call=single,
+        several_forced_calls=chat.parallel_tool_calls is True,
+    )
 
 
-def _choice(choice: str | NamedTool | None) -> tuple[inference_pb2.ToolMode, str]:
+def _choice(
+    choice: str | NamedTool | None,
+) -> tuple[inference_pb2.ToolMode, str, AllowedTools | None]:
+    """Return the mode, the function that must be called, and the tools that may be called."""
     if choice is None:
-        return inference_pb2.TOOL_MODE_AUTO, ""
+        return inference_pb2.TOOL_MODE_AUTO, "", None
     if isinstance(choice, str):
-        if choice not in _MODES:
+        if choice not in MODES:
             raise invalid_value("tool_choice", choice, _CHOICES)
-        return _MODES[choice], ""
+        return MODES[choice], "", None
+    if choice.type == "allowed_tools" and choice.allowed_tools:
+        return MODES[choice.allowed_tools.mode], "", choice.allowed_tools
     if choice.type != "function" or not choice.function:
         raise invalid_value("tool_choice.type", choice.type, _CHOICES)
-    return inference_pb2.TOOL_MODE_NAMED, utf8("tool_choice.function.name", choice.function.name)
+    name = utf8("tool_choice.function.name", choice.function.name)
+    return inference_pb2.TOOL_MODE_NAMED, name, None
+
+
+def _restricted(tools: msgspec.Raw, allowed: AllowedTools) -> str:
+    """Return the JSON of the tools that the request allows. The model does not see the others.
+
+    Raises:
+        ServiceError: An allowed tool is not among the tools, or none is allowed.
+    """
+    field = "tool_choice.allowed_tools.tools"
+    names = [tool.function.name if tool.function else "" for tool in allowed.tools]
+    given = {_name_of(tool): tool for tool in decode_field(_TOOLS, tools, "tools")}
+    for i, name in enumerate(names):
+        if name not in given:
+            raise invalid_value(f"{field}[{i}]", name or "unnamed", "functions of tools")
+    if not names:
+        raise invalid_value(field, "an empty list", "at least one function of tools")
+    kept = [given[name] for name in dict.fromkeys(names)]
+    try:
+        return msgspec.json.encode(kept).decode()
+    except UnicodeDecodeError as error:
+        raise invalid("tools", "tools is not valid UTF-8; encode it as UTF-8") from error
+
+
+def _name_of(tool: dict[str, msgspec.Raw]) -> str:
+    """Return the name of a tool's function (empty for other tools, which are refused later)."""
+    raw = tool.get("function", NULL)
+    return "" if raw == NULL else decode_field(_NAMED, raw, "tools.function").name
 
 
 def _add_message(conversation: inference_pb2.Messages, field: str, message: ChatMessage) -> None:
@@ -107,11 +167,17 @@ def _add_message(conversation: inference_pb2.Messages, field: str, message: Chat
         content=_content(f"{field}.content", message),
         tool_call_id=utf8(f"{field}.tool_call_id", message.tool_call_id or ""),
         name=utf8(f"{field}.name", message.name or ""),
-        reasoning=utf8(f"{field}.reasoning_content", message.reasoning_content or ""),
+        reasoning=_reasoning(field, message),
     )
 
     for j, call in enumerate(message.tool_calls or ()):
         _add_call(added, f"{field}.tool_calls[{j}]", call)
+
+
+def _reasoning(field: str, message: ChatMessage) -> str:
+    if message.reasoning:
+        return utf8(f"{field}.reasoning", message.reasoning)
+    return utf8(f"{field}.reasoning_content", message.reasoning_content or "")
 
 
 def _add_call(message: inference_pb2.Message, field: str, call: ToolCall) -> None:
@@ -126,13 +192,14 @@ def _add_call(message: inference_pb2.Message, field: str, call: ToolCall) -> Non
 
 def _content(field: str, message: ChatMessage) -> str:
     if message.content is None:
-        if message.role == "assistant" and (message.tool_calls or message.reasoning_content):
+        if message.role == "assistant":
             return ""
         raise invalid_value(field, "null", "a string or a list of text parts")
     if isinstance(message.content, str):
         return utf8(field, message.content)
     parts = enumerate(message.content)
-    return "".join(_part(f"{field}[{j}]", part, message.role) for j, part in parts)
+    # vLLM joins parts in the same way. Without it, the words at their edges would run together.
+    return "\n".join(_part(f"{field}[{j}]", part, message.role) for j, part in parts)
 
 
 def _part(field: str, part: ContentPart, role: str) -> str:

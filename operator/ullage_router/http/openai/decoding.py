@@ -58,14 +58,31 @@ class _Body(Protocol):
 T = TypeVar("T", bound=_Body)
 V = TypeVar("V")
 _Decoders = Mapping[str, msgspec.json.Decoder[object] | None]
+_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def body_decoder(kind: type[V]) -> msgspec.json.Decoder[V]:
+    """Return a decoder of bodies that reads numbers as leniently as vLLM.
+
+    Where a number is meant, `100.0` and `"100"` are 100. Text stays text.
+    """
+    return msgspec.json.Decoder(kind, strict=False)
 
 
 def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Decode a body as `parse_fields` does, and return its structure only."""
+    return parse_fields(decoder, body)[0]
+
+
+def parse_fields(decoder: msgspec.json.Decoder[T], body: bytes) -> tuple[T, tuple[str, ...]]:
     """Decode a body, and refuse fields that the service cannot honour.
 
     Args:
         decoder: The decoder of the body's type.
         body: The JSON.
+
+    Returns:
+        The body's structure, and the names of its unknown fields, which have no effect.
 
     Raises:
         ServiceError: The body is invalid. The error names the field.
@@ -73,8 +90,9 @@ def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         if len(body) <= INLINE_BYTES:
             parsed = decoder.decode(body)
+            unknown = _unknown(decoder.type, _RAW_FIELDS.decode(body))
         else:
-            parsed = _decode_long(decoder.type, body)
+            parsed, unknown = _decode_long(decoder, body)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from error
     except UnicodeDecodeError as error:
@@ -91,7 +109,7 @@ def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         name, value = refused
         remedy = f"send {SUCCESSORS[name]}" if name in SUCCESSORS else "leave it out"
         raise invalid(name, f"{name} is {_short(value)}, which is not supported; {remedy}")
-    return parsed
+    return parsed, unknown
 
 
 def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) -> V:
@@ -122,7 +140,17 @@ def utf8(field: str, text: str) -> str:
     return text
 
 
-def _decode_long(kind: type[T], body: bytes) -> T:
+def _unknown(kind: type, given: Mapping[str, msgspec.Raw]) -> tuple[str, ...]:
+    """Return the names of given fields that the type does not have and that are not null."""
+    return tuple(sorted(n for n in given.keys() - _names(kind) if given[n] != NULL))
+
+
+@functools.cache
+def _names(kind: type) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+def _decode_long(decoder: msgspec.json.Decoder[T], body: bytes) -> tuple[T, tuple[str, ...]]:
     """Decode a body field by field, with a bound on the size of each field.
 
     A parser holds the GIL until it returns, and checks the length of a list only after it has built
@@ -134,39 +162,35 @@ def _decode_long(kind: type[T], body: bytes) -> T:
     """
     JsonCounter("body", BODY_LIMITS).add(body)
 
-    unparsed, decoders = _field_decoders(kind)
-    given = unparsed.decode(body)
+    kind = decoder.type
+    given = _RAW_FIELDS.decode(body)
     values = {}
-    for name, decoder in decoders.items():
-        raw = getattr(given, name)
-        if raw is NULL:  # the field is absent
+    for name, field_decoder in _field_decoders(kind, decoder.strict).items():
+        raw = given.get(name)
+        if raw is None:  # the field is absent
             continue
         limit = max_field_bytes(name)
         if limit is not None and len(raw) > limit:
             raise invalid(name, f"{name} has {len(raw)} bytes of JSON; send at most {limit}")
         if len(raw) < len(body) // 2:
             raw = raw.copy()  # a view would keep the whole body alive
-        values[name] = raw if decoder is None else decode_field(decoder, raw, name)
+        values[name] = raw if field_decoder is None else decode_field(field_decoder, raw, name)
 
     for field in msgspec.structs.fields(cast(type[msgspec.Struct], kind)):
         if field.required and field.name not in values:
             raise invalid(field.name, f"{field.name} is missing; it is required")
-    return kind(**values)
+    return kind(**values), _unknown(kind, given)
 
 
 @functools.cache
-def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _Decoders]:
-    """Return a decoder that splits a JSON body into raw fields, and a decoder for each field.
-
-    A field has None instead of a decoder if its JSON is decoded later.
-    """
-    fields = msgspec.structs.fields(kind)
-    unparsed = msgspec.defstruct("Unparsed", [(f.name, msgspec.Raw, NULL) for f in fields])
-    decoders = {
-        field.name: None if field.type is msgspec.Raw else msgspec.json.Decoder(field.type)
-        for field in fields
+def _field_decoders(kind: type, strict: bool) -> _Decoders:
+    """Return a decoder for each field, or None for a field whose JSON is decoded later."""
+    return {
+        field.name: None
+        if field.type is msgspec.Raw
+        else msgspec.json.Decoder(field.type, strict=strict)
+        for field in msgspec.structs.fields(kind)
     }
-    return msgspec.json.Decoder(unparsed), decoders
 
 
 def _is_half_pair(text: str, body: bytes) -> bool:

@@ -25,11 +25,22 @@ from ullage_router.errors import deadline, http_status, internal, vectors_full
 from ullage_router.http.client_timeout import time_limit_s
 from ullage_router.http.limits import BodyRoom
 from ullage_router.http.messages import Body, Reply, Request
-from ullage_router.http.openai.decoding import decode_field, long_token_lists, parse, utf8
-from ullage_router.http.openai.endpoint import Writer, as_service_error, request_id
+from ullage_router.http.openai.decoding import (
+    body_decoder,
+    decode_field,
+    long_token_lists,
+    parse_fields,
+    utf8,
+)
+from ullage_router.http.openai.endpoint import (
+    EMBEDDINGS,
+    Writer,
+    as_service_error,
+    request_id,
+)
 from ullage_router.http.openai.requests import set_tokens
 from ullage_router.http.openai.responses import JSON, prompt_tokens_details
-from ullage_router.http.openai.schemas import Token
+from ullage_router.http.openai.schemas import AtLeastOne, Refusing, Token
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord, cached_tokens
@@ -50,7 +61,7 @@ Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Input = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
-class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EmbeddingsRequest(Refusing, frozen=True, kw_only=True):
     """The body of a POST request to /v1/embeddings."""
 
     input: msgspec.Raw
@@ -58,34 +69,18 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     cache_salt: str | None = None
-    dimensions: object = None
+    dimensions: AtLeastOne | None = None
+    """Number of elements of each embedding. Only the model's own number is possible."""
     truncate_prompt_tokens: object = None
     add_special_tokens: bool | None = None
 
     NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
-        "dimensions": (None,),
         "truncate_prompt_tokens": (None,),
         "add_special_tokens": (None, True),
     }
-    """Fields that the service does not support, with the values that have no effect."""
-
-    @classmethod
-    def neutral_values(cls, name: str) -> tuple[object, ...]:
-        """Return all values of the field that have no effect and are therefore accepted."""
-        return cls.NEUTRAL[name]
-
-    def refused(self) -> tuple[str, object] | None:
-        """Return the first field that requests an unsupported feature, with its value.
-
-        Return None if there is no such field.
-        """
-        for name, neutral in self.NEUTRAL.items():
-            if (value := getattr(self, name)) not in neutral:
-                return name, value
-        return None
 
 
-_BODY = msgspec.json.Decoder(EmbeddingsRequest)
+_BODY = body_decoder(EmbeddingsRequest)
 _INPUT = msgspec.json.Decoder(Input)
 
 
@@ -109,7 +104,7 @@ class EmbeddingsEndpoint:
             tenant = service.tenants.open_session(request.headers.get("authorization"))
             data = await request.read_json(tenant.name)
             parsing = functools.partial(_parsed, data)
-            body, asked = await service.intake.run(data.num_bytes, tenant.name, parsing)
+            body, asked, ignored = await service.intake.run(data.num_bytes, tenant.name, parsing)
             limit_s = time_limit_s(request.headers, service.config.limits.total_timeout)
             if len(asked) > 1:
                 tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
@@ -118,15 +113,24 @@ class EmbeddingsEndpoint:
             # The traceback holds the body, and this frame would hold the error: a reference cycle.
             refusal = as_service_error(error, record).with_traceback(None)
             service.pipeline.refuse(record, refusal, tenant, trace_context(request.headers))
-            await Writer(reply, record, "input").error(refusal)
+            await Writer(reply, record, EMBEDDINGS).error(refusal)
             return
 
         is_base64 = body.encoding_format == "base64"
+        dimensions = body.dimensions
         del body
         trace = trace_context(request.headers)
         room = self._room
         run = _Run(
-            service, record.request_id, tenant, trace, asked, room, request.end_turn, limit_s
+            service,
+            record.request_id,
+            tenant,
+            trace,
+            asked,
+            room,
+            request.end_turn,
+            limit_s,
+            dimensions,
         )
 
         try:
@@ -134,11 +138,14 @@ class EmbeddingsEndpoint:
                 await run.compute()
             except Exception as error:
                 request.end_turn()  # a slow client must not keep its turn while it reads the error
-                await Writer(reply, run.record, "input").error(as_service_error(error, run.record))
+                await Writer(reply, run.record, EMBEDDINGS).error(
+                    as_service_error(error, run.record)
+                )
                 return
 
+            run.record.ignored = ignored
             pieces = run.pieces(is_base64=is_base64)
-            await Writer(reply, run.record, "input").in_pieces(pieces)
+            await Writer(reply, run.record, EMBEDDINGS).in_pieces(pieces)
         finally:
             run.close()
 
@@ -155,6 +162,7 @@ class _Run:
         room: Memory budget for the embeddings of all bodies.
         end_turn: Ends the body's turn. Called when an input waits for anything outside this router.
         limit_s: The time limit for all inputs, seconds.
+        dimensions: Number of elements that each embedding must have, or None for any.
 
     Attributes:
         record: The record of the first input. The response headers show its decision.
@@ -170,6 +178,7 @@ class _Run:
         room: BodyRoom,
         end_turn: Callable[[], None],
         limit_s: float,
+        dimensions: int | None,
     ) -> None:
         self.record = RequestRecord(name)
 
@@ -185,6 +194,7 @@ class _Run:
         self._taken_bytes = 0
 
         self._asked = asked
+        self._dimensions = dimensions
         self._limit_s = limit_s
         self._deadline = time.monotonic() + limit_s
         self._waiting = deque(range(len(asked)))
@@ -313,6 +323,9 @@ class _Run:
         finally:
             self._num_running -= 1
 
+        size = len(vector) // 4
+        if self._dimensions not in (None, size):
+            raise invalid_value("dimensions", self._dimensions, f"{size}, as the model has them")
         self._take_room(len(vector))
         self._vectors[index] = vector
         self._num_done += 1
@@ -382,9 +395,11 @@ def _name_field(error: ServiceError, name: str) -> None:
             error.message = name + error.message.removeprefix("prompt")
 
 
-def _parsed(data: Body) -> tuple[EmbeddingsRequest, list[inference_pb2.GenerateRequest]]:
-    body = parse(_BODY, data.take())
-    return body, _requests(body)
+def _parsed(
+    data: Body,
+) -> tuple[EmbeddingsRequest, list[inference_pb2.GenerateRequest], tuple[str, ...]]:
+    body, ignored = parse_fields(_BODY, data.take())
+    return body, _requests(body), ignored
 
 
 def _requests(body: EmbeddingsRequest) -> list[inference_pb2.GenerateRequest]:

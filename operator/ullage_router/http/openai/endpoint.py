@@ -1,4 +1,4 @@
-"""Serves /v1/chat/completions and /v1/completions, which share one code path."""
+"""Serves the endpoints that generate text, which share one code path and differ in a `Dialect`."""
 
 import asyncio
 import functools
@@ -6,10 +6,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -22,96 +22,187 @@ from ullage_router.http.client_timeout import time_limit_s
 from ullage_router.http.messages import Body, Headers, Reply, Request
 from ullage_router.http.openai import requests
 from ullage_router.http.openai.errors import (
+    ErrorFormat,
     decision_headers,
-    envelope,
     error_headers,
+    openai_errors,
     resumed_headers,
 )
+from ullage_router.http.openai.many_prompts import Begun, ManyPrompts, check_size
 from ullage_router.http.openai.responses import (
     JSON,
     ChatFormat,
-    Collected,
     CompletionFormat,
-    Format,
     ResponseOptions,
 )
 from ullage_router.http.openai.schemas import Common
-from ullage_router.http.openai.sse import Chunks, sse_event
+from ullage_router.http.openai.sse import ChunkedAnswer
 from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
 from ullage_router.telemetry.spans import trace_context
+from ullage_router.tenants.session import TenantSession
+from ullage_router.tokenizer.model import Model
 
+_NOT_ONE = inference_pb2.Accepted()
+"""Stands for the acceptance of a request with several prompts, each of which has its own."""
 KEEPALIVE = b": keepalive\n\n"
-DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 log = logging.getLogger(__name__)
 
 
+class Answer(Protocol):
+    """Writes one answer in an API's format, either as a stream or as a whole."""
+
+    def opening(self, accepted: inference_pb2.Accepted) -> bytes:
+        """Return the bytes to send before the first event."""
+
+    def of(self, event: inference_pb2.GenerateResponse) -> bytes:
+        """Return the bytes to send for an event of the answer (empty if there are none)."""
+
+    def failed(self, error: ServiceError) -> bytes:
+        """Return the last bytes of a stream that fails."""
+
+    def collect(self, event: inference_pb2.GenerateResponse) -> None:
+        """Add an event to the complete response."""
+
+    def whole(self, accepted: inference_pb2.Accepted) -> JSON:
+        """Return the body of the complete response."""
+
+
+class Style(NamedTuple):
+    """Options of the response that are not part of the request."""
+
+    usage: bool = False
+    continuous_usage: bool = False
+    tokens_as_ids: bool = False
+
+
 class Parsed(NamedTuple):
-    """A parsed body: the request for the pipeline, and options that are not part of it."""
+    """A parsed body: the requests for the pipeline, and options that are not part of them."""
 
-    request: inference_pb2.GenerateRequest
+    requests: Sequence[inference_pb2.GenerateRequest]
+    """One request for each prompt. Only completions may have several."""
     is_streamed: bool
-    wants_usage: bool
-    prompt_cache_key: str
+    answer: Callable[[ResponseOptions], Answer]
+    """Creates the writer of the answer."""
+    style: Style = Style()
+    prompt_cache_key: str = ""
+    ignored: tuple[str, ...] = ()
+    """Names of the body's unknown fields."""
+    kept_bytes: int = 0
+    """Bytes of the body's memory that stay reserved until the response is complete.
+
+    The response repeats parts of some bodies.
+    """
+    more_bytes: int = 0
+    """Bytes of text that the request brings along in addition to its body."""
+    counts_only: bool = False
+    """Whether only the prompt's tokens are counted."""
 
 
-def _parsed(body: Common, request: inference_pb2.GenerateRequest) -> Parsed:
+def _parsed(
+    body: Common,
+    requests: Sequence[inference_pb2.GenerateRequest],
+    answer: Callable[[ResponseOptions], Answer],
+    ignored: tuple[str, ...],
+) -> Parsed:
     return Parsed(
-        request,
+        requests,
         is_streamed=bool(body.stream),
-        wants_usage=body.wants_usage,
+        answer=answer,
+        style=Style(
+            usage=body.wants_usage,
+            continuous_usage=body.wants_continuous_usage,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        ),
         prompt_cache_key=body.prompt_cache_key or "",
+        ignored=ignored,
     )
+
+
+def bearer(headers: Mapping[str, str]) -> str | None:
+    """Return a request's credentials, from the `authorization` header."""
+    return headers.get("authorization")
+
+
+def _no_headers(record: RequestRecord) -> Headers:
+    return []
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The differences between the chat endpoint and the completions endpoint."""
+    """The differences between the endpoints that generate text."""
 
-    parse: Callable[[Body], Parsed]
-    format: Callable[[ResponseOptions], Format]
-    input_field: str
-    """The endpoint's name for the prompt, which is used in errors."""
-
-
-def _parse_chat(body: Body) -> Parsed:
-    chat = requests.parse_chat(body.take())
-    return _parsed(chat, requests.from_chat(chat))
-
-
-def _parse_completion(body: Body) -> Parsed:
-    completion = requests.parse_completion(body.take())
-    return _parsed(completion, requests.from_completion(completion))
+    parse: Callable[[Body, TenantSession], Parsed]
+    errors: ErrorFormat
+    keepalive: bytes = KEEPALIVE
+    """Sent in a stream after each long silence."""
+    credentials: Callable[[Mapping[str, str]], str | None] = bearer
+    """Returns a request's credentials, as the `authorization` header has them."""
+    headers: Callable[[RequestRecord], Headers] = _no_headers
+    """Returns headers of responses in addition to those of every endpoint."""
 
 
-CHAT = Dialect(_parse_chat, ChatFormat, "messages")
-COMPLETION = Dialect(_parse_completion, CompletionFormat, "prompt")
+_CHAT_ERRORS = openai_errors("messages")
+_COMPLETION_ERRORS = openai_errors("prompt")
+
+
+def _chat_answer(options: ResponseOptions) -> ChunkedAnswer:
+    return ChunkedAnswer(ChatFormat(options), _CHAT_ERRORS, options)
+
+
+def _completion_answer(options: ResponseOptions) -> ChunkedAnswer:
+    return ChunkedAnswer(CompletionFormat(options), _COMPLETION_ERRORS, options)
+
+
+def _parse_chat(body: Body, _: TenantSession) -> Parsed:
+    chat, ignored = requests.parse_chat(body.take())
+    return _parsed(chat, [requests.from_chat(chat)], _chat_answer, ignored)
+
+
+def _parse_completion(body: Body, _: TenantSession) -> Parsed:
+    completion, ignored = requests.parse_completion(body.take())
+    return _parsed(completion, requests.from_completion(completion), _completion_answer, ignored)
+
+
+CHAT = Dialect(_parse_chat, _CHAT_ERRORS)
+COMPLETION = Dialect(_parse_completion, _COMPLETION_ERRORS)
+EMBEDDINGS = openai_errors("input")
 
 
 class Writer:
-    """Writes one response: a JSON body, or server-sent events that always end with [DONE].
+    """Writes one response: a JSON body, or server-sent events.
 
     The methods wait for a slow client, which in turn slows down the engine's stream.
 
     Args:
         reply: The reply to the request.
         record: The request's record, for the headers.
-        input_field: The endpoint's name for the prompt, which is used in errors.
-        keepalive_s: Seconds of silence after which a stream gets a comment, or 0 for none.
+        errors: The format of errors.
+        keepalive_s: Seconds of silence after which a stream gets a sign of life, or 0 for none.
+        keepalive: The sign of life.
+        headers: Headers of the response in addition to those that describe the decision.
     """
 
     def __init__(
-        self, reply: Reply, record: RequestRecord, input_field: str, keepalive_s: float = 0.0
+        self,
+        reply: Reply,
+        record: RequestRecord,
+        errors: ErrorFormat,
+        keepalive_s: float = 0.0,
+        keepalive: bytes = KEEPALIVE,
+        headers: Callable[[RequestRecord], Headers] = _no_headers,
     ) -> None:
         self._reply = reply
         self._record = record
-        self._input_field = input_field
+        self._errors = errors
         self._keepalive_s = keepalive_s
+        self._keepalive = keepalive
+        self._more_headers = headers
 
         self._is_streaming = False
         self._loop = asyncio.get_running_loop()
@@ -140,17 +231,21 @@ class Writer:
             return
 
         kind = (b"content-type", b"application/json")
-        self._reply.start(200, [kind, *decision_headers(self._record)])
+        self._reply.start(200, [kind, *self._headers()])
         for piece in chain((first, second), pieces):
             await self._reply.piece(piece)
             await asyncio.sleep(0)
         await self._reply.end()
 
-    def wait_for_stream(self) -> None:
-        """Start sending a comment after each long silence.
+    def describe(self, record: RequestRecord) -> None:
+        """Take the headers of the response from another record."""
+        self._record = record
 
-        The comments make load balancers keep the connection open. The first comment starts
-        the stream if it has not started yet.
+    def wait_for_stream(self) -> None:
+        """Start sending a sign of life after each long silence.
+
+        It makes load balancers keep the connection open. The first one starts the stream if it has
+        not started yet.
         """
         if self._keepalive_s:
             self._sent_at = self._loop.time()
@@ -164,23 +259,23 @@ class Writer:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *decision_headers(self._record),
+            *self._headers(),
         ]
         self._reply.start(200, headers)
         self._is_streaming = True
 
     def stop(self) -> None:
-        """Stop the keep-alive comments."""
+        """Stop the signs of life."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
 
     def _keep_alive(self) -> None:
-        """Send a comment if the stream was silent for too long, and schedule the next check."""
+        """Send a sign of life if the stream was silent too long, and schedule the next check."""
         now = self._loop.time()
         if now - self._sent_at >= self._keepalive_s:
             self.start_stream()
-            self._reply.nudge(KEEPALIVE)
+            self._reply.nudge(self._keepalive)
             self._sent_at = now
         due = self._sent_at + self._keepalive_s
         self._timer = self._loop.call_at(due, self._keep_alive)
@@ -191,29 +286,37 @@ class Writer:
         await self._reply.piece(data)
 
     async def end_stream(self, last: bytes = b"") -> None:
-        """Send the last events, then [DONE]."""
-        await self._reply.end(last + DONE)
+        """Send the last events."""
+        await self._reply.end(last)
 
-    async def error(self, error: ServiceError) -> None:
-        """Send an error as the response, or as an event if the stream has started."""
-        body = envelope(error, self._input_field, is_event=self._is_streaming)
+    async def error(self, error: ServiceError, answer: Answer | None = None) -> None:
+        """Send an error as the response, or as an event if the stream has started.
+
+        Args:
+            error: The error.
+            answer: The writer of the answer if the answer has begun.
+        """
         self.stop()
         if self._is_streaming:
-            await self.end_stream(sse_event(body))
+            await self.end_stream(answer.failed(error) if answer else self._errors.event(error))
         else:
+            body = self._errors.body(error)
             await self._body(http_status(error), body, error_headers(error))
 
     async def _body(self, status: int, body: bytes, headers: Headers) -> None:
         kind = (b"content-type", b"application/json")
-        await self._reply.whole(status, [kind, *decision_headers(self._record), *headers], body)
+        await self._reply.whole(status, [kind, *self._headers(), *headers], body)
+
+    def _headers(self) -> Headers:
+        return [*decision_headers(self._record), *self._more_headers(self._record)]
 
 
 class GenerateEndpoint:
-    """Serves requests to /v1/chat/completions or /v1/completions.
+    """Serves the requests to one endpoint that generates text.
 
     Args:
         service: Serves requests, and provides the tenants.
-        dialect: The differences between the two endpoints.
+        dialect: The differences between the endpoints.
     """
 
     def __init__(self, service: RouterService, dialect: Dialect) -> None:
@@ -224,15 +327,21 @@ class GenerateEndpoint:
         service = self._service
         headers = request.headers
         record_id = request_id(headers)
+        authorization = self._dialect.credentials(headers)
 
         try:
-            tenant = service.tenants.open_session(headers.get("authorization"))
+            tenant = service.tenants.open_session(authorization)
             body = await request.read_json(tenant.name)
             record = RequestRecord(record_id)  # the clock starts once the whole body has arrived
-            parse = functools.partial(self._dialect.parse, body)
+            parse = functools.partial(self._dialect.parse, body, tenant)
             parsed = await service.intake.run(body.num_bytes, tenant.name, parse)
+            asked = parsed.requests
+            request.charge(parsed.more_bytes)
             limits = service.config.limits
             limit_s = time_limit_s(headers, limits.total_timeout)
+            if len(asked) > 1:
+                check_size(asked, limits.max_output_tokens)
+                tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
         except Exception as error:
             request.end_turn()
             record = RequestRecord(record_id)
@@ -243,10 +352,12 @@ class GenerateEndpoint:
             return
 
         if session_id := headers.get("x-session-id"):
-            parsed.request.session_id = session_id
-        deadline = deadline_of(parsed.request, record, limit_s, limits.request_timeout)
+            for one in asked:
+                one.session_id = session_id
+        record.ignored = parsed.ignored
+        deadline = deadline_of(asked[0], record, limit_s, limits.request_timeout)
         call = Call(
-            parsed.request,
+            asked[0],
             record,
             tenant,
             deadline,
@@ -254,36 +365,70 @@ class GenerateEndpoint:
             prompt_cache_key=parsed.prompt_cache_key,
             replace_key=headers.get(HEADER, ""),
             idempotency_key=headers.get(idempotency.HEADER, ""),
-            authorization=headers.get("authorization"),
+            authorization=authorization,
             is_streamed=parsed.is_streamed,
-            release_body=request.release,
+            release_body=functools.partial(request.release, parsed.kept_bytes),
             end_turn=request.end_turn,
+            counts_only=parsed.counts_only,
         )
-        await self._answer(call, parsed.wants_usage, self._writer(reply, record))
+        writer = self._writer(reply, record)
+        if len(asked) == 1:
+            await self._answer(call, parsed, writer)
+            return
+        max_queued = service.config.routing.queue.max_requests
+        many = ManyPrompts(
+            service.pipeline, call, asked, max_queued, limit_s, limits.request_timeout
+        )
+        await self._answer_many(call, many, len(asked), parsed.style, writer)
 
     def _writer(self, reply: Reply, record: RequestRecord) -> Writer:
+        dialect = self._dialect
         keepalive_s = self._service.config.streaming.keepalive
-        return Writer(reply, record, self._dialect.input_field, keepalive_s)
+        return Writer(
+            reply, record, dialect.errors, keepalive_s, dialect.keepalive, dialect.headers
+        )
 
-    async def _answer(self, call: Call, wants_usage: bool, writer: Writer) -> None:
+    async def _answer(self, call: Call, parsed: Parsed, writer: Writer) -> None:
+        if call.is_streamed:
+            writer.wait_for_stream()
+
+        answer: Answer | None = None
+        try:
+            async with self._service.pipeline.serve(call) as stream:
+                answer = parsed.answer(self._response_options(call, parsed.style))
+                if call.is_streamed:
+                    await _stream(stream, answer, writer)
+                else:
+                    await _whole(stream, answer, writer)
+        except Exception as error:
+            call.end_turn()  # a slow client must not keep its turn while it reads the error
+            await writer.error(as_service_error(error, call.record), answer)
+        finally:
+            writer.stop()
+
+    async def _answer_many(
+        self, call: Call, many: ManyPrompts, num_prompts: int, style: Style, writer: Writer
+    ) -> None:
         if call.is_streamed:
             writer.wait_for_stream()
 
         try:
-            async with self._service.pipeline.serve(call) as stream:
-                options = self._response_options(call, wants_usage)
-                form = self._dialect.format(options)
+            async with many.serve() as stream:
+                writer.describe(many.record)
+                options = self._response_options(call, style, num_prompts)
+                form = CompletionFormat(options)
+                answer = ChunkedAnswer(form, self._dialect.errors, options)
                 if call.is_streamed:
-                    await _stream(stream, Chunks(form, options), writer)
+                    await _stream_many(stream, form, answer, writer)
                 else:
-                    await _whole(stream, form, writer, options.n)
+                    await _whole_many(stream, form, answer, writer)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
             await writer.error(as_service_error(error, call.record))
         finally:
             writer.stop()
 
-    def _response_options(self, call: Call, wants_usage: bool) -> ResponseOptions:
+    def _response_options(self, call: Call, style: Style, num_prompts: int = 1) -> ResponseOptions:
         request = call.request
         return ResponseOptions(
             id=call.record.request_id,
@@ -291,8 +436,10 @@ class GenerateEndpoint:
             created=int(time.time()),
             logprobs=request.output.HasField("top_logprobs"),
             token_ids=request.output.return_token_ids,
-            usage=wants_usage,
-            n=num_answers(request.samples),
+            usage=style.usage,
+            continuous_usage=style.continuous_usage,
+            tokens_as_ids=style.tokens_as_ids,
+            n=num_answers(request.samples) * num_prompts,
             tools=request.messages.HasField("tools"),
             lowered_limit=call.record.decision.lowered_limit,
         )
@@ -306,29 +453,60 @@ def as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
     return internal(record.request_id)
 
 
-async def _stream(stream: ResponseStream, chunks: Chunks, writer: Writer) -> None:
+async def _stream(stream: ResponseStream, answer: Answer, writer: Writer) -> None:
     writer.start_stream()
-    opening = chunks.opening(stream.accepted)
+    opening = answer.opening(stream.accepted)
     async for event in stream.events():
-        if data := chunks.of(event):
+        if data := answer.of(event):
             await writer.events(opening + data)
             opening = b""
     await writer.end_stream()
 
 
-async def _whole(stream: ResponseStream, form: Format, writer: Writer, n: int) -> None:
-    parts = [Collected() for _ in range(n)]
+async def _whole(stream: ResponseStream, answer: Answer, writer: Writer) -> None:
     finished = inference_pb2.Finished()
     async for event in stream.events():
-        match event.WhichOneof("event"):
-            case "finished":
-                finished = event.finished
-            case "sample_finished":
-                parts[event.sample_finished.sample].end = event.sample_finished
-            case _:
-                parts[event.delta.sample].add(event.delta)
+        answer.collect(event)
+        if event.HasField("finished"):
+            finished = event.finished
 
-    await writer.whole(form.whole(stream.accepted, parts, finished), resumed_headers(finished))
+    await writer.whole(answer.whole(stream.accepted), resumed_headers(finished))
+
+
+async def _stream_many(
+    stream: ManyPrompts, form: CompletionFormat, answer: Answer, writer: Writer
+) -> None:
+    writer.start_stream()
+    async for event in stream.events():
+        if isinstance(event, Begun):
+            form.begin(event.accepted, event.choices)
+        elif data := answer.of(event):
+            await writer.events(data)
+    await writer.end_stream()
+
+
+async def _whole_many(
+    stream: ManyPrompts, form: CompletionFormat, answer: Answer, writer: Writer
+) -> None:
+    finished = inference_pb2.Finished()
+    async for event in stream.events():
+        if isinstance(event, Begun):
+            form.begin(event.accepted, event.choices)
+            continue
+        answer.collect(event)
+        if event.HasField("finished"):
+            finished = event.finished
+    await writer.whole(answer.whole(_NOT_ONE), resumed_headers(finished))
+
+
+def sampling_defaults(model: Model) -> dict[str, float]:
+    """Return the model's recommended sampling parameters, which requests use by default.
+
+    The protobuf fields are float32, so 0.7 arrives as a slightly smaller number. Rounding to seven
+    digits restores the original value.
+    """
+    fields = model.description.sampling_defaults.ListFields()
+    return {field.name: float(f"{value:.7g}") for field, value in fields}
 
 
 def request_id(headers: Mapping[str, str]) -> str:

@@ -1,6 +1,10 @@
 """Formats errors as OpenAI error objects, and the router's decisions as `x-ullage-*` headers."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from urllib.parse import quote
 
 import msgspec
 
@@ -22,52 +26,142 @@ from ullage_router.telemetry.record import (
     TierHit,
 )
 
+DONE = b"data: [DONE]\n\n"
+"""The last event of OpenAI's streams."""
+
 _CODES = {
     INVALID_API_KEY: "invalid_api_key",
     RATE_LIMIT_EXCEEDED: "rate_limit_exceeded",
     "CONTEXT_TOO_LONG": "context_length_exceeded",
     "MODEL_NOT_FOUND": "model_not_found",
+    "PREVIOUS_RESPONSE_NOT_FOUND": "previous_response_not_found",
 }
 """Maps this service's error reasons to the OpenAI codes with the same meaning."""
-_FIELDS = {
-    "grammar.json_schema": "response_format.json_schema.schema",
-    "grammar.regex": "structured_outputs.regex",
-    "grammar.choice": "structured_outputs.choice",
-    "grammar.lark": "structured_outputs.grammar",
-    "grammar": "response_format",
-    "samples.beam": "use_beam_search",
+FieldNames = Sequence[tuple[re.Pattern[str], str]]
+"""An API's names of fields: patterns of the beginnings of protobuf names, and replacements."""
+
+
+def field_names(names: dict[str, str]) -> FieldNames:
+    """Compile an API's names of fields. The first pattern that matches a field is used."""
+    return [(re.compile(pattern), name) for pattern, name in names.items()]
+
+
+STRUCTURED_OUTPUTS = {
+    r"grammar\.regex": "structured_outputs.regex",
+    r"grammar\.choice": "structured_outputs.choice",
+    r"grammar\.lark": "structured_outputs.grammar",
 }
-"""Maps prefixes of protobuf field names to the names that OpenAI or vLLM uses instead."""
+"""vLLM's names of grammars, which several endpoints have."""
+_NAMES = field_names(
+    {
+        r"grammar\.json_schema": "response_format.json_schema.schema",
+        **STRUCTURED_OUTPUTS,
+        r"grammar": "response_format",
+        r"samples\.beam": "use_beam_search",
+    }
+)
 
 
-def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool = False) -> bytes:
+_MAX_IGNORED = 16
+"""Maximum number of ignored parts of a request that a header names."""
+_MAX_IGNORED_NAME = 100
+"""Maximum characters of each name. Longer names are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """An API's format of errors."""
+
+    body: Callable[[ServiceError], bytes]
+    """Returns the body of an error response."""
+    event: Callable[[ServiceError], bytes]
+    """Returns the last bytes of a stream that fails before the answer has begun."""
+
+
+def openai_errors(input_field: str, names: FieldNames = _NAMES) -> ErrorFormat:
+    """Return OpenAI's format of errors.
+
+    Args:
+        input_field: The endpoint's name for the prompt.
+        names: The endpoint's names of other fields.
+    """
+
+    def event(error: ServiceError) -> bytes:
+        return sse_event(envelope(error, input_field, names, is_event=True)) + DONE
+
+    return ErrorFormat(partial(envelope, input_field=input_field, names=names), event)
+
+
+def envelope(
+    error: ServiceError,
+    input_field: str = "input",
+    names: FieldNames = _NAMES,
+    *,
+    is_event: bool = False,
+) -> bytes:
     """Return the error as the JSON `{"error": {"message", "type", "param", "code"}}`.
 
     Args:
         error: The error.
         input_field: The endpoint's name for the prompt.
+        names: The endpoint's names of other fields.
         is_event: Whether the error ends a stream, whose headers are already sent. The envelope then
             also has `retry_after`, in seconds, which replaces the Retry-After header.
     """
-    field = error.metadata.get("field")
-    message = error.message
-    for wire, name in _FIELDS.items():
-        if field and field.startswith(wire):
-            message = message.replace(wire, name, 1)
-            field = field.replace(wire, name, 1)
-            break
-    if field == "input":
-        field = input_field
+    return msgspec.json.encode({"error": error_object(error, input_field, names, is_event)})
 
+
+def error_object(
+    error: ServiceError, input_field: str, names: FieldNames, is_event: bool
+) -> dict[str, object]:
+    """Return the value of `error` in OpenAI's envelope, as `envelope` describes it."""
+    message, field = in_api_words(error, input_field, names)
     body: dict[str, object] = {
         "message": message,
         "type": error_type(error),
         "param": field,
-        "code": _CODES.get(error.reason, error.reason),
+        "code": error_code(error),
     }
     if is_event and (seconds := retry_after_s(error)) is not None:
         body["retry_after"] = seconds
-    return msgspec.json.encode({"error": body})
+    return body
+
+
+def error_code(error: ServiceError) -> str:
+    """Return OpenAI's code for an error, or this service's reason if OpenAI has none."""
+    return _CODES.get(error.reason, error.reason)
+
+
+def in_api_words(
+    error: ServiceError, input_field: str, names: FieldNames
+) -> tuple[str, str | None]:
+    """Return an error's message and field with the field as the API names it.
+
+    Args:
+        error: The error.
+        input_field: The API's name for the prompt.
+        names: The API's names of other fields.
+    """
+    field = error.metadata.get("field")
+    if field is None:
+        return error.message, None
+    for wire, name in names:
+        if wire.match(field):
+            renamed = wire.sub(name, field, count=1)
+            message = wire.sub(name, error.message, count=1)
+            return message, input_field if renamed == "input" else renamed
+    return error.message, input_field if field == "input" else field
+
+
+def sse_event(data: bytes, name: str = "") -> bytes:
+    """Return JSON as a server-sent event. The JSON must not contain a line break.
+
+    Args:
+        data: The JSON.
+        name: The event's name (empty for none).
+    """
+    line = b"data: " + data + b"\n\n"
+    return b"event: " + name.encode() + b"\n" + line if name else line
 
 
 def error_headers(error: ServiceError) -> Headers:
@@ -129,7 +223,20 @@ def decision_headers(record: RequestRecord) -> Headers:
 
     if record.cached:
         named["x-ullage-cached"] = _cached_header(record.cached)
+    if record.ignored:
+        named["x-ullage-ignored"] = ignored_header(record.ignored)
     return [(name.encode(), value.encode()) for name, value in named.items()]
+
+
+def ignored_header(ignored: Sequence[str]) -> str:
+    """Return the names of a request's ignored parts, and how many more there are.
+
+    Clients choose the names, so characters that could break a header or a list are escaped.
+    """
+    names = [quote(name[:_MAX_IGNORED_NAME], safe="$[]:/") for name in ignored[:_MAX_IGNORED]]
+    if (more := len(ignored) - len(names)) > 0:
+        names.append(f"+{more}")
+    return ", ".join(names)
 
 
 def _cached_header(cached: Sequence[TierHit]) -> str:

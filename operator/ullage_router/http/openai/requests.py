@@ -12,9 +12,10 @@ from ullage_common.wire.validation import invalid_value
 from ullage_router.http.openai.conversation import set_conversation
 from ullage_router.http.openai.decoding import (
     PIECE_BYTES,
+    body_decoder,
     decode_field,
     long_token_lists,
-    parse,
+    parse_fields,
     utf8,
 )
 from ullage_router.http.openai.schemas import (
@@ -31,8 +32,8 @@ Request = inference_pb2.GenerateRequest
 Grammar = inference_pb2.Grammar
 
 _MAX_TOKEN_DIGITS = len(str(MAX_UINT32))
-_CHAT = msgspec.json.Decoder(ChatRequest)
-_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_CHAT = body_decoder(ChatRequest)
+_COMPLETION = body_decoder(CompletionRequest)
 _PROMPT = msgspec.json.Decoder(Prompt)
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SCHEMA = re.compile(r"\s*(\{|true\b|false\b)")
@@ -40,22 +41,26 @@ _SCHEMA = re.compile(r"\s*(\{|true\b|false\b)")
 _FORMATS = "text, json_object, json_schema"
 
 
-def parse_chat(body: bytes) -> ChatRequest:
-    """Decode the body of a chat request.
+MAX_PROMPTS = 128
+"""Maximum number of prompts in one completion request."""
+
+
+def parse_chat(body: bytes) -> tuple[ChatRequest, tuple[str, ...]]:
+    """Decode the body of a chat request. Return it with the names of its unknown fields.
 
     Raises:
         ServiceError: The body is invalid. The error names the field.
     """
-    return parse(_CHAT, body)
+    return parse_fields(_CHAT, body)
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    """Decode the body of a completion request.
+def parse_completion(body: bytes) -> tuple[CompletionRequest, tuple[str, ...]]:
+    """Decode the body of a completion request. Return it with the names of its unknown fields.
 
     Raises:
         ServiceError: The body is invalid. The error names the field.
     """
-    return parse(_COMPLETION, body)
+    return parse_fields(_COMPLETION, body)
 
 
 def from_chat(chat: ChatRequest) -> Request:
@@ -64,11 +69,15 @@ def from_chat(chat: ChatRequest) -> Request:
     Raises:
         ServiceError: A field is invalid. The error names the field.
     """
-    request = _from_common(chat, chat.max_completion_tokens or chat.max_tokens)
+    request = from_common(chat, chat.max_completion_tokens or chat.max_tokens)
 
     # Set even when empty, so that the error names `messages` rather than the missing input.
     request.messages.SetInParent()
     set_conversation(request.messages, chat)
+    if chat.add_special_tokens:
+        raise invalid_value(
+            "add_special_tokens", True, "false: the chat template writes the special tokens"
+        )
 
     if chat.top_logprobs and not chat.logprobs:
         raise invalid_value(
@@ -80,36 +89,39 @@ def from_chat(chat: ChatRequest) -> Request:
     return request
 
 
-def from_completion(completion: CompletionRequest) -> Request:
-    """Convert a completion body to a GenerateRequest.
+def from_completion(completion: CompletionRequest) -> list[Request]:
+    """Convert a completion body to one GenerateRequest for each of its prompts.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.
     """
-    _check_no_chat(completion)
-    request = _from_common(completion, completion.max_tokens)
-    _set_prompt(request, completion.prompt)
+    request = from_common(completion, completion.max_tokens)
+    request.omit_special_tokens = completion.add_special_tokens is False
 
     if completion.logprobs is not None:
         if completion.echo:
             raise invalid_value("logprobs", completion.logprobs, "null together with echo")
         request.output.top_logprobs = completion.logprobs
     request.output.echo = bool(completion.echo)
-    return request
+    return _with_prompts(request, completion.prompt)
 
 
-def _check_no_chat(completion: CompletionRequest) -> None:
-    for name in ("chat_template_kwargs", "reasoning_effort"):
-        if getattr(completion, name):
-            raise invalid(name, f"{name} is for chats; leave it out or use /v1/chat/completions")
+def from_common(common: Common, max_tokens: int | None) -> Request:
+    """Convert the fields that endpoints share to a GenerateRequest without its input.
 
-
-def _from_common(common: Common, max_tokens: int | None) -> Request:
+    Raises:
+        ServiceError: A field is invalid. The error names the field.
+    """
+    if common.truncate_prompt_tokens == 0:
+        raise invalid_value("truncate_prompt_tokens", 0, "-1, or at least 1")
+    # The smallest set of tokens, as `top_p: 0` means it, is the likeliest token alone.
+    is_likeliest = common.top_p == 0
+    top_k = 1 if is_likeliest else common.top_k
     sampling = inference_pb2.SamplingParams(
         temperature=common.temperature,
-        top_p=common.top_p,
+        top_p=None if is_likeliest else common.top_p,
         # All tokens: -1 in vLLM, 0 on the wire.
-        top_k=None if common.top_k is None else min(max(common.top_k, 0), MAX_UINT32),
+        top_k=None if top_k is None else min(max(top_k, 0), MAX_UINT32),
         min_p=common.min_p,
         repetition_penalty=common.repetition_penalty,
         presence_penalty=common.presence_penalty,
@@ -117,6 +129,7 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
         # OpenAI's seeds are signed, the wire's are unsigned.
         seed=None if common.seed is None else common.seed % (1 << 64),
         logit_bias=logit_bias(common),
+        allowed_token_ids=common.allowed_token_ids or (),
     )
 
     stop = inference_pb2.StopConditions(
@@ -128,7 +141,11 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
     texts = [common.stop] if isinstance(common.stop, str) else common.stop or []
     stop.stop_strings.extend(utf8("stop", text) for text in texts)
 
-    output = inference_pb2.OutputOptions(return_token_ids=bool(common.return_token_ids))
+    output = inference_pb2.OutputOptions(
+        return_token_ids=bool(common.return_token_ids),
+        special_tokens=common.skip_special_tokens is False,
+        include_stop=bool(common.include_stop_str_in_output),
+    )
     return Request(
         model=utf8("model", common.model),
         session_id=utf8("session_id", common.session_id or ""),
@@ -138,6 +155,7 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
         output=output,
         samples=_samples(common),
         grammar=_grammar(common),
+        truncate_prompt_tokens=common.truncate_prompt_tokens or 0,
     )
 
 
@@ -281,32 +299,47 @@ def _from_lark(text: str | None) -> Grammar | None:
     return None if text is None else Grammar(lark=text)
 
 
-def _set_prompt(request: Request, raw: msgspec.Raw) -> None:
-    """Set the prompt from a text, from token ids, or from a list with one such prompt.
+def _with_prompts(request: Request, raw: msgspec.Raw) -> list[Request]:
+    """Return a copy of the request for each prompt: a text, token ids, or a list of such prompts.
 
     Raises:
-        ServiceError: The prompt is invalid, or there are several prompts.
+        ServiceError: A prompt is invalid, or there are none or too many.
     """
-    lists = long_token_lists(raw, "prompt")
-    if lists is not None and len(lists) == 1:
-        set_tokens(request, lists[0])
-        return
+    prompts = _prompts(raw)
+    if len(prompts) > MAX_PROMPTS:
+        raise invalid_value("prompt", f"a list of {len(prompts)}", f"1 to {MAX_PROMPTS} prompts")
+    if len(prompts) > 1:
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                raise invalid_value(f"prompt[{i}]", "empty", "a text or a list of tokens")
 
+    requests = [request]
+    for _ in prompts[1:]:
+        copy = Request()
+        copy.CopyFrom(request)
+        requests.append(copy)
+    for each, prompt in zip(requests, prompts, strict=True):
+        if isinstance(prompt, str):
+            each.text = utf8("prompt", prompt)
+        else:
+            set_tokens(each, prompt)
+    return requests
+
+
+def _prompts(raw: msgspec.Raw) -> Sequence[str | Sequence[int]]:
+    """Decode the prompts of a completion body. At least one is returned."""
+    lists = long_token_lists(raw, "prompt")
+    if lists:
+        return lists
     prompt = decode_field(_PROMPT, raw, "prompt")
     if isinstance(prompt, str):
-        request.text = utf8("prompt", prompt)
-        return
+        return [prompt]
     if all(isinstance(item, int) for item in prompt):
-        set_tokens(request, [token for token in prompt if isinstance(token, int)])
-        return
-    if len(prompt) > 1:
-        raise invalid_value("prompt", f"a list of {len(prompt)} prompts", "one prompt a request")
-
-    only = prompt[0]
-    if isinstance(only, list):
-        set_tokens(request, only)
-    else:
-        request.text = utf8("prompt", str(only))
+        return [[token for token in prompt if isinstance(token, int)]]
+    prompts = [item for item in prompt if not isinstance(item, int)]
+    if len(prompts) < len(prompt):
+        raise invalid("prompt", "prompt mixes tokens and prompts; send texts or lists of tokens")
+    return prompts
 
 
 def set_tokens(request: Request, ids: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ has a comment at its end and a field in the usage chunk, and a complete response
 x-ullage-resumed-inexact.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,6 +52,10 @@ class ResponseOptions(msgspec.Struct, frozen=True):
     """Number of choices in the response."""
     tools: bool = False
     """Whether the answer may have tool calls instead of text."""
+    tokens_as_ids: bool = False
+    """Whether logprobs name tokens as `token_id:5` instead of by their text."""
+    continuous_usage: bool = False
+    """Whether every chunk of a stream has the usage so far."""
     lowered_limit: str = ""
     """The lowered output limit, such as `max_tokens=64` (empty if it was not lowered)."""
 
@@ -112,8 +116,10 @@ class ChatFormat:
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options
         self._open = list(range(options.n))
+        self._counted = _UsageSoFar()
 
     def opening(self, accepted: Accepted) -> list[JSON]:
+        self._counted.begin(accepted)
         first = {"role": "assistant", "content": None if self._options.tools else ""}
         chunks = [self._chunk(i, dict(first)) for i in self._open]
         if self._options.token_ids:
@@ -121,11 +127,12 @@ class ChatFormat:
         return chunks
 
     def piece(self, delta: Delta) -> list[JSON]:
+        self._counted.add(delta)
         if not _says_something(delta):
             return []
         more: JSON = {}
         if self._options.logprobs:
-            more["logprobs"] = chat_logprobs(delta.logprobs)
+            more["logprobs"] = chat_logprobs(delta.logprobs, self._options.tokens_as_ids)
             # The token that ends a turn has no entry, so its chunk would be empty.
             is_end = all(entry.is_end for entry in delta.logprobs)
             says_more = delta.text or delta.tool_calls or delta.reasoning
@@ -155,7 +162,9 @@ class ChatFormat:
         choice: JSON = {
             "index": index,
             "message": _chat_message(part),
-            "logprobs": chat_logprobs(part.logprobs) if self._options.logprobs else None,
+            "logprobs": chat_logprobs(part.logprobs, self._options.tokens_as_ids)
+            if self._options.logprobs
+            else None,
             **_ending(part.end or finished, self._options),
         }
         return choice | {"token_ids": part.token_ids} if self._options.token_ids else choice
@@ -163,14 +172,17 @@ class ChatFormat:
     def _chunk(self, index: int, delta: JSON, more: JSON | None = None) -> JSON:
         choice: JSON = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         chunk = self._base() | {"choices": [choice | (more or {})]}
-        return chunk | {"usage": None} if self._options.usage else chunk
+        return chunk | self._counted.field(self._options)
 
     def _base(self) -> JSON:
         return _base("chatcmpl-", "chat.completion.chunk", self._options)
 
 
 class CompletionFormat:
-    """Formats responses of /v1/completions (`text_completion`), complete or in chunks."""
+    """Formats responses of /v1/completions (`text_completion`), complete or in chunks.
+
+    A request with several prompts has the choices of each prompt one after another.
+    """
 
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options
@@ -179,19 +191,28 @@ class CompletionFormat:
         """Number of characters sent so far for each choice."""
         self._prompt_ids: dict[int, list[int]] = {}
         """Prompt token ids that have yet to be sent, by choice."""
+        self._counted = _UsageSoFar()
 
     def opening(self, accepted: Accepted) -> list[JSON]:
-        if self._options.token_ids:
-            self._prompt_ids = {i: list(accepted.prompt_token_ids) for i in self._open}
+        self.begin(accepted, self._open)
         return []
 
+    def begin(self, accepted: Accepted, choices: Iterable[int]) -> None:
+        """Take note of a prompt and the choices that belong to it."""
+        self._counted.begin(accepted)
+        if self._options.token_ids:
+            self._prompt_ids |= {i: list(accepted.prompt_token_ids) for i in choices}
+
     def piece(self, delta: Delta) -> list[JSON]:
+        self._counted.add(delta)
         if not _says_something(delta):
             return []
         index = delta.sample
         more: JSON = {}
         if self._options.logprobs:
-            more["logprobs"] = completion_logprobs(delta.logprobs, self._offsets[index])
+            more["logprobs"] = completion_logprobs(
+                delta.logprobs, self._offsets[index], self._options.tokens_as_ids
+            )
         if self._options.token_ids:
             more["token_ids"] = list(delta.token_ids)
             more["prompt_token_ids"] = self._prompt_ids.pop(index, None)
@@ -207,17 +228,20 @@ class CompletionFormat:
         return [*last, *_usage_chunk(self._base(), self._options, finished)]
 
     def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
+        if not self._prompt_ids:
+            self.begin(accepted, range(len(parts)))
         choices = [self._choice(i, part, finished) for i, part in enumerate(parts)]
-        if self._options.token_ids:
-            for choice in choices:
-                choice["prompt_token_ids"] = list(accepted.prompt_token_ids)
+        for i, prompt_ids in self._prompt_ids.items():
+            choices[i]["prompt_token_ids"] = prompt_ids
         return self._base() | {"choices": choices, "usage": usage(finished.usage)}
 
     def _choice(self, index: int, part: Collected, finished: Finished) -> JSON:
         choice: JSON = {
             "index": index,
             "text": "".join(part.texts),
-            "logprobs": completion_logprobs(part.logprobs, 0) if self._options.logprobs else None,
+            "logprobs": completion_logprobs(part.logprobs, 0, self._options.tokens_as_ids)
+            if self._options.logprobs
+            else None,
             **_ending(part.end or finished, self._options),
         }
         return choice | {"token_ids": part.token_ids} if self._options.token_ids else choice
@@ -225,15 +249,38 @@ class CompletionFormat:
     def _chunk(self, index: int, text: str, more: JSON) -> JSON:
         choice: JSON = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         chunk = self._base() | {"choices": [choice | more]}
-        return chunk | {"usage": None} if self._options.usage else chunk
+        return chunk | self._counted.field(self._options)
 
     def _base(self) -> JSON:
         return _base("cmpl-", "text_completion", self._options)
 
 
+class _UsageSoFar:
+    """Counts the tokens of a stream, for chunks with continuous usage."""
+
+    def __init__(self) -> None:
+        self._counted = inference_pb2.Usage()
+
+    def begin(self, accepted: Accepted) -> None:
+        """Add a prompt's tokens."""
+        self._counted.prompt_tokens += accepted.prompt_tokens
+        self._counted.cached_tokens += accepted.cached_tokens
+        self._counted.cached_by_tier.extend(accepted.cached_by_tier)
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta's tokens."""
+        self._counted.completion_tokens += delta.num_tokens
+
+    def field(self, options: ResponseOptions) -> JSON:
+        """Return a chunk's usage: so far, null if it comes only at the end, or absent."""
+        if options.continuous_usage:
+            return {"usage": usage(self._counted)}
+        return {"usage": None} if options.usage else {}
+
+
 def usage(counted: inference_pb2.Usage) -> JSON:
     """Return a request's token counts as OpenAI's usage object."""
-    return {
+    counts: JSON = {
         "prompt_tokens": counted.prompt_tokens,
         "completion_tokens": counted.completion_tokens,
         "total_tokens": counted.prompt_tokens + counted.completion_tokens,
@@ -241,6 +288,10 @@ def usage(counted: inference_pb2.Usage) -> JSON:
             {each.tier: each.num_tokens for each in cached_tokens(counted)}
         ),
     }
+    if counted.reasoning_tokens:
+        details = {"reasoning_tokens": counted.reasoning_tokens}
+        counts["completion_tokens_details"] = details
+    return counts
 
 
 def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
@@ -257,26 +308,31 @@ def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
     return details
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
+def chat_logprobs(entries: Sequence[TokenLogprob], as_ids: bool = False) -> JSON:
     """Return the logprobs object of a chat response.
 
     The object covers the content's tokens, but not the token that ends the turn.
+
+    Args:
+        entries: The tokens.
+        as_ids: Whether tokens are named by their ids.
     """
     return {
         "content": [
-            _logprob(entry) | {"top_logprobs": [_logprob(top) for top in entry.top]}
+            _logprob(entry, as_ids) | {"top_logprobs": [_logprob(top, as_ids) for top in entry.top]}
             for entry in entries
             if not entry.is_end
         ]
     }
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> JSON:
+def completion_logprobs(entries: Sequence[TokenLogprob], offset: int, as_ids: bool = False) -> JSON:
     """Return the logprobs object of a completion. `top_logprobs` always includes the chosen token.
 
     Args:
         entries: The tokens.
         offset: Number of characters of the answer before the first token.
+        as_ids: Whether tokens are named by their ids.
     """
     offsets = []
     for entry in entries:
@@ -284,19 +340,24 @@ def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> JSON:
         offset += len(entry.token)
 
     return {
-        "tokens": [entry.token for entry in entries],
+        "tokens": [_named(entry, as_ids) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
         "top_logprobs": [
-            {entry.token: entry.logprob} | {top.token: top.logprob for top in entry.top}
+            {_named(entry, as_ids): entry.logprob}
+            | {_named(top, as_ids): top.logprob for top in entry.top}
             for entry in entries
         ],
         "text_offset": offsets,
     }
 
 
-def _logprob(entry: TokenLogprob | inference_pb2.Alternative) -> JSON:
+def _named(entry: TokenLogprob | inference_pb2.Alternative, as_ids: bool) -> str:
+    return f"token_id:{entry.token_id}" if as_ids else entry.token
+
+
+def _logprob(entry: TokenLogprob | inference_pb2.Alternative, as_ids: bool) -> JSON:
     return {
-        "token": entry.token,
+        "token": _named(entry, as_ids),
         "logprob": entry.logprob,
         "bytes": list(entry.token_bytes or entry.token.encode()),
     }
@@ -307,7 +368,7 @@ def _chat_message(part: Collected) -> JSON:
     content = "".join(part.texts)
     message: JSON = {"role": "assistant", "content": content or (None if part.calls else "")}
     if part.reasoning:
-        message["reasoning_content"] = "".join(part.reasoning)
+        message |= _reasoning("".join(part.reasoning))
     if part.calls:
         message["tool_calls"] = [_tool_call(call) for call in part.calls]
     return message
@@ -316,10 +377,15 @@ def _chat_message(part: Collected) -> JSON:
 def _chat_delta(delta: Delta) -> JSON:
     message: JSON = {}
     if delta.reasoning:
-        message["reasoning_content"] = delta.reasoning
+        message |= _reasoning(delta.reasoning)
     if delta.tool_calls:
         message["tool_calls"] = [_tool_call_piece(piece) for piece in delta.tool_calls]
     return message | {"content": delta.text} if delta.text or not message else message
+
+
+def _reasoning(text: str) -> JSON:
+    """Return the reasoning under both names that clients look for."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _tool_call(call: ToolCallPiece) -> JSON:
@@ -345,7 +411,7 @@ def _ending(end: Finished | SampleFinished, options: ResponseOptions) -> JSON:
     if end.reason == inference_pb2.FINISH_REASON_TIMEOUT:
         stop_reason = end.stop_string or "timeout"
     elif end.reason == inference_pb2.FINISH_REASON_LENGTH:
-        stop_reason = options.lowered_limit
+        stop_reason = options.lowered_limit or end.stop_string
     return {"finish_reason": _FINISH[end.reason], "stop_reason": stop_reason or None}
 
 

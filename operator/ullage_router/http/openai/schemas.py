@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from ullage_common.wire.limits import (
+    MAX_ALLOWED_TOKENS,
     MAX_CALLS,
     MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
@@ -18,6 +19,7 @@ from ullage_common.wire.limits import (
     MAX_PROMPT_TOKENS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
+    MAX_TOOLS,
 )
 
 MAX_UINT32 = (1 << 32) - 1
@@ -25,16 +27,16 @@ MAX_FIELD_BYTES = 64 << 10
 """Maximum size of a field's JSON in bytes, unless the field is a grammar or an input."""
 MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
 """Maximum bytes of a grammar's JSON, which allows for escapes of six bytes per character."""
-INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
+INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input", "instructions", "system"})
 """Fields that may be larger than MAX_FIELD_BYTES.
 
 Some of them have separate limits. The others are limited only by the maximum size of the body.
 """
-GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
+GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs", "text", "output_config"})
 NULL = msgspec.Raw(b"null")
 
 _USUAL: tuple[object, ...] = (False, [], {})
-_SWITCHES = frozenset({"skip_special_tokens", "add_generation_prompt"})
+_SWITCHES = frozenset({"spaces_between_special_tokens"})
 """Boolean fields whose default is true, so that false has an effect."""
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
@@ -65,6 +67,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
     """Options for a streamed response."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Whether every chunk has the usage so far. It has an effect only with `include_usage`."""
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -98,7 +102,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    """The same as `reasoning`, which takes precedence."""
     function_call: msgspec.Raw = unread()
     audio: msgspec.Raw = unread()
 
@@ -109,11 +115,26 @@ class NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True):
-    """A tool that the model must call."""
+class AllowedTool(msgspec.Struct, frozen=True):
+    """A tool that the model may call."""
 
     type: str
     function: NamedFunction | None = None
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """The tools to which a request restricts the model."""
+
+    tools: Annotated[list[AllowedTool], msgspec.Meta(max_length=MAX_TOOLS)]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """A tool that the model must call, or the tools that it may call."""
+
+    type: str
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class DefinedFunction(msgspec.Struct, frozen=True):
@@ -159,17 +180,36 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     """A grammar in llguidance's dialect of Lark."""
 
 
+class Refusing(msgspec.Struct, frozen=True, kw_only=True):
+    """Base class of bodies with some fields that the service does not support."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {}
+    """The unsupported fields, with the values that have no effect."""
+
+    @classmethod
+    def neutral_values(cls, name: str) -> tuple[object, ...]:
+        """Return all values of the field that have no effect and are therefore accepted."""
+        return cls.NEUTRAL[name]
+
+    def refused(self) -> tuple[str, object] | None:
+        """Return the first field that requests an unsupported feature, with its value.
+
+        Return None if there is no such field.
+        """
+        for name, neutral in self.NEUTRAL.items():
+            if (value := getattr(self, name)) not in neutral:
+                return name, value
+        return None
+
+
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that would change the answer but are not supported by the service."""
 
     NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
         "suffix": ("",),
         "function_call": ("none", "auto"),
-        "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "add_generation_prompt": (True,),
         "modalities": (["text"],),
-        "truncate_prompt_tokens": (),
     }
     """Values, by field, that have no effect and are therefore accepted, in addition to null.
 
@@ -188,14 +228,8 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     prediction: object = None
     web_search_options: object = None
     bad_words: object = None
-    allowed_token_ids: object = None
     prompt_logprobs: object = None
-    include_stop_str_in_output: object = None
-    skip_special_tokens: object = None
     spaces_between_special_tokens: object = None
-    truncate_prompt_tokens: object = None
-    add_generation_prompt: object = None
-    continue_final_message: object = None
     chat_template: object = None
     documents: object = None
     prompt_embeds: object = None
@@ -254,6 +288,17 @@ class Common(Unsupported, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)] | None = None
+    allowed_token_ids: (
+        Annotated[list[Token], msgspec.Meta(max_length=MAX_ALLOWED_TOKENS)] | None
+    ) = None
+    """The only tokens that may be chosen."""
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Whether logprobs name tokens as `token_id:5` instead of by their text."""
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=MAX_PROMPT_TOKENS)] | None = None
+    """Number of the prompt's last tokens to keep, or -1 for as many as fit the context."""
+    add_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -261,8 +306,6 @@ class Common(Unsupported, frozen=True, kw_only=True):
     best_of: Count | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    chat_template_kwargs: dict[str, object] | None = None
-    reasoning_effort: str | None = None
     session_id: str | None = None
     """Id of the session. The header x-session-id takes precedence."""
     prompt_cache_key: str | None = None
@@ -275,6 +318,13 @@ class Common(Unsupported, frozen=True, kw_only=True):
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.wants_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
 
 class ChatRequest(Common, frozen=True, kw_only=True):
     """The body of a POST request to /v1/chat/completions."""
@@ -283,6 +333,11 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     tools: msgspec.Raw = unread()
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message instead of being a new one."""
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None

@@ -1,4 +1,4 @@
-"""Writes the chunks of a streamed answer as server-sent events.
+"""Writes an answer in OpenAI's chunks, as server-sent events or as a whole.
 
 The JSON around the text is the same for all chunks of a choice, so it is encoded only once.
 """
@@ -6,7 +6,15 @@ The JSON around the text is the same for all chunks of a choice, so it is encode
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
-from ullage_router.http.openai.responses import JSON, Finished, Format, ResponseOptions
+from ullage_common.wire.errors import ServiceError
+from ullage_router.http.openai.errors import DONE, ErrorFormat, sse_event
+from ullage_router.http.openai.responses import (
+    JSON,
+    Collected,
+    Finished,
+    Format,
+    ResponseOptions,
+)
 from ullage_router.telemetry.record import RESUMED_INEXACT
 
 _MARK = "\ue000the text\ue000"
@@ -14,17 +22,21 @@ _MARK = "\ue000the text\ue000"
 _encode = msgspec.json.Encoder().encode
 
 
-class Chunks:
-    """Converts the events of an answer to server-sent events.
+class ChunkedAnswer:
+    """Converts the events of an answer to server-sent events that end with [DONE], or to one body.
 
     Args:
-        form: The format, which converts an event to chunks.
+        form: Converts an event to chunks.
+        errors: The format of errors.
         options: Settings that determine which fields the chunks have in addition to text.
     """
 
-    def __init__(self, form: Format, options: ResponseOptions) -> None:
+    def __init__(self, form: Format, errors: ErrorFormat, options: ResponseOptions) -> None:
         self._form = form
-        self._is_plain = not (options.logprobs or options.token_ids)
+        self._errors = errors
+        self._parts = [Collected() for _ in range(options.n)]
+        self._finished = Finished()
+        self._is_plain = not (options.logprobs or options.token_ids or options.continuous_usage)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """For each choice, the bytes before and after the text in a chunk that has only text."""
 
@@ -36,11 +48,30 @@ class Chunks:
         """Return the bytes to send for an event of the answer (empty if the event has no chunk)."""
         match event.WhichOneof("event"):
             case "finished":
-                return _events(self._form.closing(event.finished)) + _comment(event.finished)
+                closing = _events(self._form.closing(event.finished))
+                return closing + _comment(event.finished) + DONE
             case "sample_finished":
                 return _events(self._form.ended(event.sample_finished))
             case _:
                 return self._piece(event.delta)
+
+    def failed(self, error: ServiceError) -> bytes:
+        """Return the last bytes of a stream that fails."""
+        return self._errors.event(error)
+
+    def collect(self, event: inference_pb2.GenerateResponse) -> None:
+        """Add an event to the complete response."""
+        match event.WhichOneof("event"):
+            case "finished":
+                self._finished = event.finished
+            case "sample_finished":
+                self._parts[event.sample_finished.sample].end = event.sample_finished
+            case _:
+                self._parts[event.delta.sample].add(event.delta)
+
+    def whole(self, accepted: inference_pb2.Accepted) -> JSON:
+        """Return the body of the complete response."""
+        return self._form.whole(accepted, self._parts, self._finished)
 
     def _piece(self, delta: inference_pb2.Delta) -> bytes:
         if not self._is_plain or not delta.text or delta.reasoning or delta.tool_calls:
@@ -54,11 +85,6 @@ class Chunks:
         example = self._form.piece(inference_pb2.Delta(text=_MARK, sample=sample))
         before, _, after = _events(example).partition(_encode(_MARK))
         return before, after
-
-
-def sse_event(data: bytes) -> bytes:
-    """Return JSON as a server-sent event. The JSON must not contain a line break."""
-    return b"data: " + data + b"\n\n"
 
 
 def _comment(finished: Finished) -> bytes:

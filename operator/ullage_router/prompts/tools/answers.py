@@ -5,7 +5,14 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator
 
 from ullage.inference.v1 import inference_pb2
-from ullage_router.prompts.tools.pieces import CallStart, Piece, Reader, Text, Thought
+from ullage_router.prompts.tools.pieces import (
+    Arguments,
+    CallStart,
+    Piece,
+    Reader,
+    Text,
+    Thought,
+)
 from ullage_router.prompts.tools.tool_use import ToolUse
 
 Event = inference_pb2.GenerateResponse
@@ -39,11 +46,14 @@ def _visible(event: Event, answers: list["_Answer"]) -> Iterator[Event]:
         case "finished":
             for answer in answers:
                 yield from answer.end(event.finished)
+            num_tokens = sum(answer.num_reasoning_tokens for answer in answers)
+            usage = event.finished.usage
+            usage.reasoning_tokens = min(round(num_tokens), usage.completion_tokens)
     yield event
 
 
 class _Answer:
-    """Separates the text, reasoning and tool calls of one answer, and counts the calls."""
+    """Separates the text, reasoning and tool calls of one answer, and counts them."""
 
     def __init__(self, use: ToolUse, sample: int) -> None:
         assert use.new_reader, "text alone needs no reading"
@@ -51,13 +61,28 @@ class _Answer:
         self._single_call = use.single_call
         self._sample = sample
         self._num_calls = 0
+        self.num_reasoning_tokens = 0.0
         self._is_over = False
 
     def read(self, delta: Delta) -> None:
         """Replace the delta's raw text with the text, reasoning and calls that the reader found."""
+        was_thinking = self._reader.is_thinking
         pieces = self._reader.push(delta.text)
+        self._count(delta.num_tokens, pieces, was_thinking)
         delta.text = ""
         self._fill(delta, pieces)
+
+    def _count(self, num_tokens: int, pieces: list[Piece], was_thinking: bool) -> None:
+        """Count the reasoning tokens of a delta.
+
+        Where it has reasoning and text, its tokens are divided by their characters.
+        """
+        thought = sum(len(piece.text) for piece in pieces if isinstance(piece, Thought))
+        other = sum(len(piece.text) for piece in pieces if isinstance(piece, Text | Arguments))
+        if thought + other:
+            self.num_reasoning_tokens += num_tokens * thought / (thought + other)
+        elif was_thinking or self._reader.is_thinking:
+            self.num_reasoning_tokens += num_tokens
 
     def end(self, finished: Finished) -> Iterator[Event]:
         """Yield any text that was held back, and set the finish reason if the answer has calls."""

@@ -46,6 +46,11 @@ class HarmonyReader:
         self._make: MakePiece | None = None
         """Creates pieces from the current body's text, or None while a header is being read."""
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text so far ends within a message that is reasoning."""
+        return self._make is Thought
+
     def push(self, text: str) -> list[Piece]:
         """Feed in more text, and return the text, reasoning and calls that are now certain."""
         self._buffer += text

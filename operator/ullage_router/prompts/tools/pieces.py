@@ -44,6 +44,10 @@ Piece = Text | Thought | CallStart | Arguments
 class Reader(Protocol):
     """Reads one answer. How the text is split into chunks does not affect the result."""
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+
     def push(self, text: str) -> list[Piece]:
         """Feed in more text, and return the text, reasoning and calls that are now certain."""
 

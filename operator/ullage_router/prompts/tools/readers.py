@@ -1,13 +1,18 @@
 """Readers of answers that may contain tool calls, one for each way of writing calls.
 
+`MarkedReader` is for calls that begin with a mark and are streamed (`call_formats.py`).
 `TaggedReader` is for calls between two tags, `WholeReader` for an answer that consists entirely of
 calls, and `ForcedReader` for a call that a grammar enforces. The reader for the format of gpt-oss
 is in `harmony.py`.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 
+from ullage_router.prompts.tools.call_formats import CallFormat, Functions
 from ullage_router.prompts.tools.call_syntax import ParseCalls, ParsedCall, parse_json_calls
+from ullage_router.prompts.tools.cursor import Cursor, CutOff, NoCall, Steps
+from ullage_router.prompts.tools.json_scanner import JsonScanner, NotJson
 from ullage_router.prompts.tools.pieces import (
     Arguments,
     CallStart,
@@ -19,6 +24,12 @@ from ullage_router.prompts.tools.pieces import (
 
 # Beginnings of answers that may consist of calls, without whitespace.
 CALL_OPENINGS = ('{"', '[{"', "```json", "<|python_tag|>")
+_MAX_BEGINNING = 1024
+"""Maximum number of characters that are searched for the beginning of a call."""
+_OBJECT = r"\s*(?:<\|python_tag\|>|```(?:json)?)?\s*\[?\s*\{\s*"
+_FIRST_KEY = re.compile(_OBJECT + r'"([^"\\]*)"')
+_FIRST_NAME = re.compile(_OBJECT + r'"name"\s*:\s*"([^"\\]*)"')
+_CALL_KEYS = frozenset({"name", "arguments", "parameters", "function", "type", "id"})
 
 
 class Trimmer:
@@ -48,6 +59,83 @@ class Trimmer:
         return [Text(words)] if words else []
 
 
+class MarkedReader:
+    """Reads text with calls that begin with a mark, and streams their arguments.
+
+    Args:
+        form: the format of the calls.
+        functions: the known functions. Calls of any other function are treated as text.
+    """
+
+    is_thinking = False
+
+    def __init__(self, form: CallFormat, functions: Functions) -> None:
+        self._form = form
+        self._functions = functions
+        self._buffer = ""
+        self._cursor: Cursor | None = None
+        """The text after a mark, or None while there is no mark."""
+        self._steps: Steps[None] | None = None
+        self._has_call = False
+        """Whether the text after the mark has begun a call."""
+        self._trimmer = Trimmer()
+
+    def push(self, text: str) -> list[Piece]:
+        if self._cursor:
+            self._cursor.add(text)
+        else:
+            self._buffer += text
+        return self._trimmer.push(self._read(is_last=False))
+
+    def close(self) -> list[Piece]:
+        if self._cursor:
+            self._cursor.is_closed = True
+        return self._trimmer.push(self._read(is_last=True)) + self._trimmer.close()
+
+    def _read(self, is_last: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        while True:
+            if self._steps is None:
+                match = find_mark(self._buffer, [self._form.mark])
+                if not match:
+                    break
+                pieces.append(Text(match.before))
+                self._begin(match.after, is_last)
+            if not self._advance(pieces):
+                return pieces
+        held = 0 if is_last else held_back(self._buffer, [self._form.mark])
+        sure = len(self._buffer) - held
+        pieces.append(Text(self._buffer[:sure]))
+        self._buffer = self._buffer[sure:]
+        return pieces
+
+    def _begin(self, text: str, is_last: bool) -> None:
+        self._cursor = Cursor(text)
+        self._cursor.is_closed = is_last
+        self._steps = self._form.read(self._cursor, self._functions)
+        self._has_call = False
+
+    def _advance(self, pieces: list[Piece]) -> bool:
+        """Read on in the calls. Return whether they have ended, or False if more text is needed."""
+        assert self._steps
+        assert self._cursor
+        try:
+            for piece in self._steps:
+                if piece is None:
+                    return False
+                self._has_call = True
+                pieces.append(piece)
+        except CutOff:
+            pieces.append(Arguments(self._cursor.rest))
+            self._cursor.rest = ""
+        except NoCall:
+            if not self._has_call:
+                pieces.append(Text(self._form.mark))
+        self._buffer = self._cursor.rest
+        self._cursor = self._steps = None
+        return True
+
+
 class TaggedReader:
     """Reads text with calls between two tags.
 
@@ -56,6 +144,8 @@ class TaggedReader:
         parse: parses the text between the tags.
         names: the known functions. Calls of any other function are treated as text.
     """
+
+    is_thinking = False
 
     def __init__(self, tags: tuple[str, str], parse: ParseCalls, names: Collection[str]) -> None:
         self._opening, self._closing = tags
@@ -96,29 +186,58 @@ class TaggedReader:
 class WholeReader:
     """Reads an answer that is either all tool calls or all text.
 
+    Text is released as soon as the answer cannot consist of calls.
+
     Args:
         names: the known functions. Calls of any other function are treated as text.
     """
 
+    is_thinking = False
+
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._buffer = ""
-        self._may_be_calls: bool | None = None
-        """Whether the answer may consist of calls, or None until enough of it has arrived."""
+        self._is_text = False
+        self._scanner = JsonScanner()
+        self._place: int | None = None
+        """Place in the buffer up to which its first object was checked, or None without one."""
 
     def push(self, text: str) -> list[Piece]:
         self._buffer += text
-        if self._may_be_calls is None:
-            begun = "".join(self._buffer.split())
-            if any(begun.startswith(opening) for opening in CALL_OPENINGS):
-                self._may_be_calls = True
-            elif not any(opening.startswith(begun) for opening in CALL_OPENINGS):
-                self._may_be_calls = False
-        return self._release() if self._may_be_calls is False else []
+        self._is_text = self._is_text or not self._may_be_calls()
+        return self._release() if self._is_text else []
 
     def close(self) -> list[Piece]:
-        calls = known_calls(parse_json_calls(self._buffer), self._names)
-        return calls or self._release()
+        calls = None if self._is_text else parse_json_calls(self._buffer)
+        return known_calls(calls, self._names) or self._release()
+
+    def _may_be_calls(self) -> bool:
+        if self._place is None:
+            begun = "".join(self._buffer[:_MAX_BEGINNING].split())
+            if any(opening.startswith(begun) for opening in CALL_OPENINGS):
+                return True
+            if not any(begun.startswith(opening) for opening in CALL_OPENINGS):
+                return False
+        return self._has_call_names() and self._is_json_so_far()
+
+    def _has_call_names(self) -> bool:
+        """Return whether the first member of the first object may be a call's."""
+        start = self._buffer[:_MAX_BEGINNING]
+        key = _FIRST_KEY.match(start)
+        name = _FIRST_NAME.match(start)
+        return not ((key and key[1] not in _CALL_KEYS) or (name and name[1] not in self._names))
+
+    def _is_json_so_far(self) -> bool:
+        if self._place is None:
+            brace = self._buffer.find("{")
+            if brace < 0:
+                return True
+            self._place = brace
+        try:
+            self._place = self._scanner.scan(self._buffer, self._place)
+        except NotJson:
+            return False
+        return True
 
     def _release(self) -> list[Piece]:
         text = self._buffer
@@ -134,6 +253,8 @@ class ForcedReader:
             texts is a prefix of another.
         name: the function that the prompt already names (empty if the answer names it).
     """
+
+    is_thinking = False
 
     def __init__(self, openings: Mapping[str, str], name: str = "") -> None:
         self._openings = openings

@@ -12,7 +12,7 @@ from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
 from ullage_common.wire.limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from ullage_common.wire.validation import invalid_value
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 Schema = Mapping[str, Any]
 
 
@@ -28,6 +28,8 @@ class Toolbox:
     """Names of the functions from which the model must call one (empty if it need not call any)."""
     single_call: bool
     """Whether at most one function may be called."""
+    several_forced: bool = False
+    """Whether several calls may follow where one is forced."""
 
 
 def open_toolbox(tools: inference_pb2.Tools) -> Toolbox | None:
@@ -44,7 +46,9 @@ def open_toolbox(tools: inference_pb2.Tools) -> Toolbox | None:
     forced = _forced(tools, list(parameters))
     if tools.mode == inference_pb2.TOOL_MODE_NONE:
         return None
-    return Toolbox(listed, parameters, forced, tools.single_call or bool(forced))
+    several = tools.several_forced_calls and tools.mode == inference_pb2.TOOL_MODE_REQUIRED
+    single = tools.single_call or bool(forced and not several)
+    return Toolbox(listed, parameters, forced, single, several and not single)
 
 
 def _parse(text: str) -> list[Any]:
@@ -75,7 +79,7 @@ def _function(field: str, tool: object) -> dict[str, Any]:
     name = function.get("name")
     shape = function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        possible = "1 to 64 of letters, digits, underscore, dot and hyphen"
+        possible = "1 to 128 of letters, digits, underscore, dot, colon, slash and hyphen"
         raise invalid_value(f"{field}.function.name", json.dumps(name), possible)
 
     if shape is not None and not isinstance(shape, dict):

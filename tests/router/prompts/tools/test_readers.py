@@ -2,7 +2,9 @@
 
 import json
 import keyword
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,14 +12,37 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ullage.inference.v1 import inference_pb2
+from ullage_common.chat.tool_formats import ToolFormat
+from ullage_router.prompts.tools.call_formats import CALL_FORMATS
 from ullage_router.prompts.tools.call_syntax import parse_json_calls, parse_python_calls
+from ullage_router.prompts.tools.forced_calls import FURTHER, force
 from ullage_router.prompts.tools.harmony import HarmonyReader
 from ullage_router.prompts.tools.pieces import Arguments, CallStart, Piece, Reader, Text, Thought
-from ullage_router.prompts.tools.readers import ForcedReader, TaggedReader, WholeReader
+from ullage_router.prompts.tools.readers import (
+    ForcedReader,
+    MarkedReader,
+    TaggedReader,
+    WholeReader,
+)
+from ullage_router.prompts.tools.toolbox import open_toolbox
 
 NAMES = ("f", "get_weather")
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"$ref": "#/$defs/Days"},
+    "at": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+}
+FUNCTIONS: Mapping[str, Any] = {
+    "f": {"type": "object"},
+    "get_weather": {
+        "type": "object",
+        "properties": PROPERTIES,
+        "$defs": {"Days": {"type": "integer"}},
+    },
+}
 READERS: Mapping[str, Callable[[], Reader]] = {
-    "hermes": lambda: TaggedReader(("<tool_call>", "</tool_call>"), parse_json_calls, NAMES),
+    **{form.value: partial(MarkedReader, CALL_FORMATS[form], FUNCTIONS) for form in CALL_FORMATS},
     "lfm2": lambda: TaggedReader(
         ("<|tool_call_start|>", "<|tool_call_end|>"), parse_python_calls, NAMES
     ),
@@ -25,6 +50,13 @@ READERS: Mapping[str, Callable[[], Reader]] = {
     "harmony": lambda: HarmonyReader(NAMES),
     "forced": lambda: ForcedReader({name: f'{name}", "arguments": ' for name in NAMES}),
 }
+
+
+def deepseek(text: str) -> str:
+    """The text with the marks of DeepSeek, which have other bars and underscores."""
+    return re.sub(r"<\|(\w+)\|>", lambda m: f"<\uff5c{m[1].replace('_', chr(0x2581))}\uff5c>", text)
+
+
 MARKS = [
     *("<tool_call>", "</tool_call>", "<|tool_call_start|>", "<|tool_call_end|>", "<|python_tag|>"),
     *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "assistant", " to=f"),
@@ -37,6 +69,24 @@ MARKS = [
         "[f(a=1)]",
         'f", "arguments": ',
     ),
+    *("[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<function=f>", "<parameter=a>", "</parameter>"),
+    *(
+        "</function>",
+        "<arg_key>",
+        "a</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "f",
+        "functions.f:0",
+    ),
+    *(
+        "<|tool_calls_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_sep|>",
+        "<|tool_call_end|>",
+    ),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    *("<|tool_calls_section_end|>", "[", "]", '{"a": [1, "\\u00', "}", "```json", '{"name": "f", '),
     *('{"name": "f", "arguments": {"a": 1}}', '{"name": "none"}', "\n", " ", "{", '["a"', "é😀"),
 ]
 
@@ -71,7 +121,7 @@ def test_cutting_the_text_anywhere_changes_nothing(
     assert read(READERS[name](), text) == expected
 
 
-@pytest.mark.parametrize("name", ["hermes", "lfm2", "whole"])
+@pytest.mark.parametrize("name", [*(form.value for form in CALL_FORMATS), "lfm2", "whole"])
 @settings(deadline=None)
 @given(text=st.text(alphabet="<|>a {[\"'\n", max_size=30))
 @example(text="<tool_call>")
@@ -88,6 +138,134 @@ FREE: list[tuple[str, str, Sequence[Piece]]] = [
         [Text("Let me see."), *one("f", '{"a": 1}'), *one("f", '{"a": 1}')],
     ),
     ("hermes", f"<tool_call>{CALL}", one("f", '{"a": 1}')),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": {"b": []}}, "name": "f"}</tool_call>',
+        one("f", '{"a": {"b": []}}'),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "x"}</tool_call> So.',
+        [*one("f", '{"a": 1}'), Text(" So.")],
+    ),
+    # What goes wrong after the arguments began leaves them without their last brace.
+    (
+        "hermes",
+        f"<tool_call>{CALL} oops</tool_call>",
+        [*one("f", '{"a": 1'), Text("}} oops</tool_call>")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "name": "get_weather"}</tool_call>',
+        [*one("f", '{"a": 1'), Text('}, "name": "get_weather"}</tool_call>')],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x', one("f", '{"a": "x')),
+    (
+        "mistral-list",
+        '[TOOL_CALLS] [{"arguments":{"name": "John Doe"}, "name": "f"}]',
+        one("f", '{"name": "John Doe"}'),
+    ),
+    (
+        "mistral-list",
+        'Hello[TOOL_CALLS] [{"name": "f", "arguments": {"a": 3.5, "b": 4}}, '
+        '{"name": "get_weather", "arguments":{"city": "San Francisco"}, "id": "abcDEF123"}]',
+        [
+            Text("Hello"),
+            *one("f", '{"a": 3.5, "b": 4}'),
+            *one("get_weather", '{"city": "San Francisco"}'),
+        ],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f{"a": 3.5, "b": 4}[TOOL_CALLS]get_weather{"a": 3, "b": 6}',
+        [*one("f", '{"a": 3.5, "b": 4}'), *one("get_weather", '{"a": 3, "b": 6}')],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[CALL_ID]abc123DEF[ARGS]{"a": 3.5}[TOOL_CALLS]get_weather[ARGS]{}',
+        [*one("f", '{"a": 3.5}'), *one("get_weather", "{}")],
+    ),
+    ("mistral", "[TOOL_CALLS] not JSON", [Text("[TOOL_CALLS] not JSON")]),
+    ("mistral", '[TOOL_CALLS]other{"a": 1}', [Text('[TOOL_CALLS]other{"a": 1}')]),
+    (
+        "granite",
+        '<|tool_call|> [{"name": "get_weather", "arguments": {"city": "Tokyo"}}]',
+        one("get_weather", '{"city": "Tokyo"}'),
+    ),
+    (
+        "granite",
+        '<|tool_call|> {"name": "f", "arguments": {}}',
+        [Text('<|tool_call|> {"name": "f", "arguments": {}}')],
+    ),
+    (
+        "deepseek-v3",
+        deepseek(
+            "Sure.<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>get_weather\n"
+            '```json\n{"city": "Tokyo"}\n```<|tool_call_end|><|tool_call_begin|>function'
+            '<|tool_sep|>f\n```json\n{"a": {}}\n```<|tool_call_end|><|tool_calls_end|>'
+        ),
+        [Text("Sure."), *one("get_weather", '{"city": "Tokyo"}'), *one("f", '{"a": {}}')],
+    ),
+    (
+        "deepseek-v3",
+        deepseek("<|tool_calls_begin|>function<|tool_sep|>f\n```json\n{}\n```<|tool_calls_end|>"),
+        [
+            Text(
+                deepseek(
+                    "<|tool_calls_begin|>function<|tool_sep|>f\n```json\n{}\n```<|tool_calls_end|>"
+                )
+            )
+        ],
+    ),
+    (
+        "deepseek-v3.1",
+        deepseek(
+            '<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>{"a": 1}<|tool_call_end|>'
+            "<|tool_calls_end|>"
+        ),
+        one("f", '{"a": 1}'),
+    ),
+    (
+        "kimi",
+        "I'll check. <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0 "
+        '<|tool_call_argument_begin|>{"city": "Beijing"} <|tool_call_end|><|tool_call_begin|>'
+        "functions.f:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        [Text("I'll check."), *one("get_weather", '{"city": "Beijing"}'), *one("f", "{}")],
+    ),
+    (
+        "kimi",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f.0<|tool_call_argument_begin|>",
+        [
+            Text(
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.f.0"
+                "<|tool_call_argument_begin|>"
+            )
+        ],
+    ),
+    (
+        "qwen-xml",
+        'Hi\n<tool_call>\n<function=get_weather>\n<parameter=city>\nSan "F"\nCA\n</parameter>\n'
+        '<parameter=days>\n3\n</parameter>\n<parameter=at>\n{"a": 1}\n</parameter>\n</function>\n'
+        "</tool_call>\n",
+        [
+            Text("Hi"),
+            *one("get_weather", '{"city": "San \\"F\\"\\nCA", "days": 3, "at": {"a": 1}}'),
+        ],
+    ),
+    ("qwen-xml", "<tool_call>\n<function=f>\n</function>\n</tool_call>", one("f", "{}")),
+    ("qwen-xml", f"<tool_call>{CALL}</tool_call>", [Text(f"<tool_call>{CALL}</tool_call>")]),
+    (
+        "glm",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Beijing</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>5</arg_value>\n</tool_call>\n<tool_call>f\n</tool_call>",
+        [*one("get_weather", '{"city": "Beijing", "days": 5}'), *one("f", "{}")],
+    ),
+    (
+        "glm",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>1</arg_value></tool_call>",
+        one("get_weather", '{"city": "1"}'),
+    ),
+    ("glm", "<tool_call>other\n</tool_call>", [Text("<tool_call>other\n</tool_call>")]),
     ("hermes", "<tool_call>{broken</tool_call> ", [Text("<tool_call>{broken</tool_call> ")]),
     (
         "hermes",
@@ -168,6 +346,69 @@ def test_text_and_arguments_come_as_they_are_written() -> None:
     assert tagged.push("box") == [Text(" <toolbox")]
     whole = READERS["whole"]()
     assert whole.push("Wel") + whole.push("l") == [Text("Wel"), Text("l")]
+
+
+def test_a_call_streams_its_name_and_then_its_arguments() -> None:
+    reader = READERS["hermes"]()
+    assert reader.push('<tool_call>{"name": "f", "arguments": ') == []
+    assert reader.push('{"a": "lo') == [CallStart("f"), Arguments('{"a": "lo')]
+    assert reader.push("ng\\u00") == [Arguments("ng")]
+    assert reader.push('e9"}') == [Arguments('\\u00e9"')]
+    assert reader.push("}</tool_") == []
+    assert reader.push("call>") == [Arguments("}")]
+    xml = READERS["qwen-xml"]()
+    assert xml.push("<tool_call><function=f><parameter=a>") == [CallStart("f"), Arguments("{")]
+    assert xml.push("1</parameter>") == [Arguments('"a": "1"')]
+    whole = READERS["whole"]()
+    assert whole.push('{"answer"') == [Text('{"answer"')]
+    assert whole.push(": 1") == [Text(": 1")]
+
+
+def written(form: ToolFormat, name: str, arguments: str) -> str:
+    """One call, complete, as a forced answer of the format continues its opening."""
+    tools = [{"type": "function", "function": {"name": name, "parameters": FUNCTIONS[name]}}]
+    mode = inference_pb2.TOOL_MODE_REQUIRED
+    asked = inference_pb2.Tools(functions=json.dumps(tools), mode=mode, several_forced_calls=True)
+    toolbox = open_toolbox(asked)
+    assert toolbox
+    made = force(toolbox, form)
+    after, _, last = FURTHER[form]
+    return made.opening + made.openings[name] + arguments + after + last
+
+
+IN_JSON = sorted(set(CALL_FORMATS) - {ToolFormat.QWEN_XML, ToolFormat.GLM}, key=str)
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=8)
+    | st.floats(allow_nan=False, allow_infinity=False),
+    nested,
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("form", IN_JSON)
+@settings(max_examples=100, deadline=None)
+@given(
+    arguments=st.dictionaries(st.text(max_size=6), VALUES, max_size=4),
+    is_ascii=st.booleans(),
+    data=st.data(),
+)
+def test_the_pieces_of_a_call_join_to_its_arguments(
+    form: ToolFormat, arguments: dict[str, Any], is_ascii: bool, data: st.DataObject
+) -> None:
+    text = json.dumps(arguments, ensure_ascii=is_ascii)
+    call = written(form, "f", text)
+    cuts = data.draw(st.lists(st.integers(0, len(call)), max_size=6).map(sorted))
+    pieces = [call[a:b] for a, b in pairwise([0, *cuts, len(call)])]
+    assert read(READERS[form.value](), pieces) == one("f", text)
 
 
 HOSTILE = [

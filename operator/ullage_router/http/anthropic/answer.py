@@ -1,0 +1,198 @@
+"""Writes an answer as the content blocks of the Messages API, with the events of its stream.
+
+An answer consists of thoughts, text and calls, in any order that the model chooses. Each is a block
+that starts, grows and stops before the next one starts.
+"""
+
+import msgspec
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import ServiceError
+from ullage_router.http.anthropic.errors import error_event
+from ullage_router.http.openai.errors import sse_event
+from ullage_router.http.openai.responses import JSON, ResponseOptions
+
+_encode = msgspec.json.Encoder().encode
+_ARGUMENTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+"""By type of a block, the field of its deltas that has the new text."""
+_DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
+
+
+class MessagesAnswer:
+    """Writes one answer of /v1/messages.
+
+    Args:
+        options: The response's id and model.
+        shows_thinking: Whether the answer has the model's thoughts.
+    """
+
+    def __init__(self, options: ResponseOptions, *, shows_thinking: bool) -> None:
+        self._options = options
+        self._shows_thinking = shows_thinking
+        self._blocks: list[JSON] = []
+        self._is_open = False
+        """Whether the last block may grow."""
+        self._pieces: list[str] = []
+        """The pieces of the open block's text or arguments."""
+        self._body: JSON = {}
+        """The complete message. Empty until the answer has ended."""
+
+    def opening(self, accepted: inference_pb2.Accepted) -> bytes:
+        """Return the event that precedes the first block."""
+        counted = inference_pb2.Usage(
+            prompt_tokens=accepted.prompt_tokens, cached_tokens=accepted.cached_tokens
+        )
+        return _events([{"type": "message_start", "message": self._message([], _usage(counted))}])
+
+    def of(self, event: inference_pb2.GenerateResponse) -> bytes:
+        """Return the events for an event of the answer."""
+        return _events(self._changes(event))
+
+    def failed(self, error: ServiceError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return error_event(error)
+
+    def collect(self, event: inference_pb2.GenerateResponse) -> None:
+        """Add an event to the complete message."""
+        self._changes(event)
+
+    def whole(self, accepted: inference_pb2.Accepted) -> JSON:
+        """Return the complete message."""
+        return self._body
+
+    def _changes(self, event: inference_pb2.GenerateResponse) -> list[JSON]:
+        """Add an event to the answer, and return the events that tell the client about it."""
+        if event.HasField("finished"):
+            return self._end(event.finished)
+        return self._add(event.delta) if event.HasField("delta") else []
+
+    def _add(self, delta: inference_pb2.Delta) -> list[JSON]:
+        events: list[JSON] = []
+        if delta.reasoning and self._shows_thinking:
+            start: JSON = {"type": "thinking", "thinking": "", "signature": ""}
+            events += self._grow(start, delta.reasoning)
+        if delta.text:
+            events += self._grow({"type": "text", "text": ""}, delta.text)
+        for piece in delta.tool_calls:
+            if piece.name:
+                call: JSON = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+                events += [*self._stop(), *self._start(call)]
+            if piece.arguments and self._is_open:
+                events.append(self._delta(piece.arguments))
+        return events
+
+    def _grow(self, block: JSON, text: str) -> list[JSON]:
+        """Add text to the open block, or to a new one if the open block has another type."""
+        events: list[JSON] = []
+        if not (self._is_open and self._blocks[-1]["type"] == block["type"]):
+            events += [*self._stop(), *self._start(block)]
+        return [*events, self._delta(text)]
+
+    def _start(self, block: JSON) -> list[JSON]:
+        index = len(self._blocks)
+        self._blocks.append(dict(block))
+        self._is_open = True
+        return [{"type": "content_block_start", "index": index, "content_block": block}]
+
+    def _delta(self, text: str) -> JSON:
+        self._pieces.append(text)
+        kind = str(self._blocks[-1]["type"])
+        delta = {"type": _DELTAS[kind], _FIELDS[kind]: text}
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _stop(self) -> list[JSON]:
+        """Stop the open block, if there is one."""
+        if not self._is_open:
+            return []
+        block = self._blocks[-1]
+        text = "".join(self._pieces)
+        if block["type"] == "tool_use":
+            block["input"] = _arguments(text)
+        else:
+            block[str(block["type"])] = text
+        self._pieces = []
+        self._is_open = False
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+    def _end(self, finished: inference_pb2.Finished) -> list[JSON]:
+        """Stop the last block, and return the events that end the stream."""
+        events = self._stop()
+        usage = _usage(finished.usage)
+        reason: JSON = {"stop_reason": _stop_reason(finished), "stop_sequence": None}
+        if reason["stop_reason"] == "stop_sequence":
+            reason["stop_sequence"] = finished.stop_string
+        self._body = self._message(self._blocks, usage) | reason
+        return [
+            *events,
+            {"type": "message_delta", "delta": reason, "usage": usage},
+            {"type": "message_stop"},
+        ]
+
+    def _message(self, content: list[JSON], usage: JSON) -> JSON:
+        return {
+            "id": f"msg_{self._options.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._options.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+
+class CountAnswer:
+    """Writes the answer of /v1/messages/count_tokens, which is never a stream."""
+
+    def opening(self, accepted: inference_pb2.Accepted) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def of(self, event: inference_pb2.GenerateResponse) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def failed(self, error: ServiceError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return error_event(error)
+
+    def collect(self, event: inference_pb2.GenerateResponse) -> None:
+        """Do nothing, since nothing is generated."""
+
+    def whole(self, accepted: inference_pb2.Accepted) -> JSON:
+        """Return the number of the prompt's tokens."""
+        return {"input_tokens": accepted.prompt_tokens}
+
+
+def _usage(counted: inference_pb2.Usage) -> JSON:
+    """Return Anthropic's usage object, whose input tokens are those that were not cached."""
+    return {
+        "input_tokens": counted.prompt_tokens - counted.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": counted.cached_tokens,
+        "output_tokens": counted.completion_tokens,
+    }
+
+
+def _stop_reason(finished: inference_pb2.Finished) -> str:
+    match finished.reason:
+        case inference_pb2.FINISH_REASON_TOOL_CALLS:
+            return "tool_use"
+        case inference_pb2.FINISH_REASON_STOP:
+            return "stop_sequence" if finished.stop_string else "end_turn"
+        case _:
+            return "max_tokens"
+
+
+def _arguments(text: str) -> object:
+    """Return a call's arguments as JSON. Arguments that were cut off are an empty object."""
+    try:
+        _ARGUMENTS.decode(text)
+    except msgspec.DecodeError:
+        return {}
+    return msgspec.Raw(text.encode())
+
+
+def _events(events: list[JSON]) -> bytes:
+    return b"".join(sse_event(_encode(event), str(event["type"])) for event in events)

@@ -1,0 +1,114 @@
+"""Serves /v1/responses, and the stored responses below it."""
+
+import functools
+from http import HTTPStatus
+
+import msgspec
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import unknown_response
+from ullage_router.http.messages import Body, Reply, Request, without_slash
+from ullage_router.http.openai.endpoint import Dialect, Parsed, sampling_defaults
+from ullage_router.http.responses.answer import ResponsesAnswer
+from ullage_router.http.responses.errors import ERRORS
+from ullage_router.http.responses.requests import SAMPLING, Asked, read_request
+from ullage_router.http.responses.store import ResponseStore
+from ullage_router.server.service import RouterService
+from ullage_router.tenants.session import TenantSession
+
+_JSON_TYPE = (b"content-type", b"application/json")
+
+
+def dialect(service: RouterService, store: ResponseStore) -> Dialect:
+    """Return the dialect of the endpoint.
+
+    Args:
+        service: Provides the configuration and the model.
+        store: Keeps the responses.
+    """
+    return Dialect(functools.partial(_parse, service, store), ERRORS)
+
+
+def _parse(
+    service: RouterService, store: ResponseStore, body: Body, tenant: TenantSession
+) -> Parsed:
+    drops_turns = "shrinkContext" in service.config.routing.ladder
+    asked = read_request(body.take(), tenant.name, store, drops_turns=drops_turns)
+    model = service.engines.model
+    defaults = SAMPLING | (sampling_defaults(model) if model else {})
+    sampling = {
+        name: defaults[name] if asked.repeated[name] is None else asked.repeated[name]
+        for name in SAMPLING
+    }
+    keep = functools.partial(_keep, store, tenant.name, asked) if asked.conversation else None
+    return Parsed(
+        [asked.request],
+        asked.is_streamed,
+        functools.partial(ResponsesAnswer, asked.repeated | sampling, asked.namespaces, keep),
+        prompt_cache_key=asked.prompt_cache_key,
+        ignored=asked.ignored,
+        kept_bytes=asked.kept_bytes,
+        more_bytes=len(asked.previous.conversation) if asked.previous else 0,
+    )
+
+
+def _keep(
+    store: ResponseStore,
+    tenant: str,
+    asked: Asked,
+    name: str,
+    body: bytes,
+    turn: inference_pb2.Message,
+) -> None:
+    """Store a response, with the conversation that ends with the answer's turn."""
+    answered = inference_pb2.Messages(messages=[turn]).SerializeToString()
+    # Serialized messages that follow one another are the serialized list of all their turns.
+    conversation = asked.conversation + answered
+    root = asked.previous.root if asked.previous else name
+    store.add(tenant, name, body, conversation, root)
+
+
+class StoredResponses:
+    """Serves the stored responses of a tenant.
+
+    Args:
+        service: Provides the tenants.
+        store: Keeps the responses.
+        prefix: Beginning of the path, before a response's id.
+    """
+
+    def __init__(self, service: RouterService, store: ResponseStore, prefix: str) -> None:
+        self._service = service
+        self._store = store
+        self._prefix = prefix
+
+    async def read(self, request: Request, reply: Reply) -> None:
+        """Answer with a stored response."""
+        tenant = self._tenant(request)
+        name = self._name(request)
+        found = self._store.find(tenant, name)
+        if found is None:
+            raise self._unknown(name)
+        await reply.whole(HTTPStatus.OK, [_JSON_TYPE], found.body)
+
+    async def delete(self, request: Request, reply: Reply) -> None:
+        """Delete a stored response. Responses that continue it stay."""
+        tenant = self._tenant(request)
+        name = self._name(request)
+        if not self._store.remove(tenant, name):
+            raise self._unknown(name)
+        deleted = {"id": name, "object": "response", "deleted": True}
+        await reply.whole(HTTPStatus.OK, [_JSON_TYPE], msgspec.json.encode(deleted))
+
+    def _name(self, request: Request) -> str:
+        return without_slash(request.path).removeprefix(self._prefix)
+
+    def _tenant(self, request: Request) -> str:
+        return self._service.tenants.open_session(request.headers.get("authorization")).name
+
+    def _unknown(self, name: str) -> ServiceError:
+        why = "which is not stored here (any more)"
+        if not self._store.is_enabled:
+            why = "and this service stores no responses; set spec.routing.responses.enabled of it"
+        return unknown_response(name, why)

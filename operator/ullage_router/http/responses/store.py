@@ -1,0 +1,102 @@
+"""Keeps responses for a time, so that later requests can continue or read them.
+
+The responses are in the memory of this router. Another replica does not know them.
+"""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ullage_common.config.router import ResponsesSection
+
+_Name = tuple[str, str]
+"""A response's key: (tenant, response id)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, with the conversation that a later request continues."""
+
+    body: bytes
+    """The response's JSON."""
+    conversation: bytes
+    """Serialized `Messages` without the instructions. The answer is the last turn."""
+    root: str
+    """Id of the first response of the conversation."""
+    expires: float
+    """Time at which the response expires, in seconds of the store's clock."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the response in memory, in bytes."""
+        return len(self.body) + len(self.conversation) + OVERHEAD_BYTES
+
+
+OVERHEAD_BYTES = 1024
+"""Estimate of a stored response's memory in addition to its JSON and its conversation."""
+
+
+class ResponseStore:
+    """Stores responses by tenant and id until they expire or the store is full.
+
+    A full store drops its oldest responses. One tenant's responses take at most half of it.
+
+    Args:
+        section: Limits on the lifetime and the total size of the responses.
+        clock: Returns monotonic time in seconds.
+
+    Attributes:
+        is_enabled: Whether responses are stored.
+        num_bytes: Total size of the stored responses in bytes.
+    """
+
+    def __init__(
+        self, section: ResponsesSection, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.is_enabled = section.enabled
+        self.num_bytes = 0
+        self._section = section
+        self._clock = clock
+        self._stored: OrderedDict[_Name, StoredResponse] = OrderedDict()
+        """Responses in the order in which they will expire."""
+        self._of_tenants = Counter[str]()
+        """Number of bytes stored for each tenant."""
+
+    def find(self, tenant: str, name: str) -> StoredResponse | None:
+        """Return a tenant's response, or None if it is not stored. Any thread may call this."""
+        found = self._stored.get((tenant, name))
+        return found if found and found.expires > self._clock() else None
+
+    def add(self, tenant: str, name: str, body: bytes, conversation: bytes, root: str) -> None:
+        """Store a response, and drop expired responses and those for which there is no room."""
+        self.remove(tenant, name)
+        stored = StoredResponse(body, conversation, root, self._clock() + self._section.ttl)
+        self._stored[tenant, name] = stored
+        self.num_bytes += stored.num_bytes
+        self._of_tenants[tenant] += stored.num_bytes
+
+        now = self._clock()
+        while self._stored and next(iter(self._stored.values())).expires <= now:
+            self.remove(*next(iter(self._stored)))
+        if tenant:
+            most = self._section.max_bytes // 2
+            self._make_room(tenant, most)
+        while self.num_bytes > self._section.max_bytes:
+            self.remove(*next(iter(self._stored)))
+
+    def remove(self, tenant: str, name: str) -> bool:
+        """Remove a tenant's response, and return whether it was stored."""
+        removed = self._stored.pop((tenant, name), None)
+        if removed is None:
+            return False
+        self.num_bytes -= removed.num_bytes
+        self._of_tenants[tenant] -= removed.num_bytes
+        if not self._of_tenants[tenant]:
+            del self._of_tenants[tenant]
+        return removed.expires > self._clock()
+
+    def _make_room(self, tenant: str, most: int) -> None:
+        """Remove a tenant's oldest responses until the others have at most `most` bytes."""
+        while self._of_tenants[tenant] > most:
+            self.remove(*next(name for name in self._stored if name[0] == tenant))

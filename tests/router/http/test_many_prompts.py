@@ -1,0 +1,166 @@
+"""Completions with several prompts in a request."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from ullage_common.wire.errors import ServiceError
+
+if TYPE_CHECKING:
+    StartService = Any
+
+KEY = "k" * 32
+
+
+@pytest.mark.parametrize(
+    "prompts", [["a", "bc", "def"], [[1], [2, 3], [4, 5, 6]], ["a", [2, 3], "def"]], ids=str
+)
+def test_whole(start_service: "StartService", prompts: Any) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            answer = await service.complete(prompts, return_token_ids=True, n=2)
+            assert answer.status_code == 200, answer.text
+            body = answer.json()
+            assert [choice["index"] for choice in body["choices"]] == list(range(6))
+            texts = [choice["text"] for choice in body["choices"]]
+            assert texts == ["Hello big world", "Hello1 big1 world1"] * 3
+            lengths = [len(choice["prompt_token_ids"]) for choice in body["choices"]]
+            assert lengths == [1, 1, 2, 2, 3, 3]
+            assert body["usage"]["prompt_tokens"] == 6
+            assert body["usage"]["completion_tokens"] == 18
+            assert len(service.engine.requests) == 3
+            sizes = sorted(len(sent.token_ids.ids) for sent in service.engine.requests)
+            assert sizes == [1, 2, 3]
+            name = answer.headers["x-request-id"]
+            assert body["id"] == f"cmpl-{name}"
+            ids = {sent.request_id for sent in service.engine.requests}
+            assert ids == {name, f"{name}-1", f"{name}-2"}
+
+    asyncio.run(scenario())
+
+
+def test_streamed_with_the_official_client(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            stream = await service.openai.completions.create(
+                model="tiny",
+                prompt=["a", "bc"],
+                n=2,
+                logprobs=1,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            texts = ["", "", "", ""]
+            reasons: list[Any] = [None] * 4
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+                    reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+                last = chunk
+            assert texts == ["Hello big world", "Hello1 big1 world1"] * 2
+            assert reasons == ["stop"] * 4
+            assert last.usage.prompt_tokens == 3
+            assert last.usage.completion_tokens == 12
+
+    asyncio.run(scenario())
+
+
+def test_each_is_admitted_by_itself(start_service: "StartService") -> None:
+    """Prompts for which there is no room now wait for the others."""
+
+    async def scenario() -> None:
+        # One prompt fits at a time, and the queue holds one.
+        routing = {"queue": {"max_requests": 1}}
+        async with start_service(single=(16,), routing=routing) as service:
+            prompts = ["x" * 100] * 12
+            answer = await service.complete(prompts, max_tokens=20)
+            assert answer.status_code == 200, answer.text
+            assert len(answer.json()["choices"]) == 12
+            assert answer.json()["usage"]["completion_tokens"] == 36
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_first_error_ends_all(start_service: "StartService", is_streamed: bool) -> None:
+    async def scenario() -> None:
+        async with start_service(max_model_len=100) as service:
+            answer = await service.complete(["a", "x" * 300], stream=is_streamed)
+            lines = [line for line in answer.text.split("\n") if '"error"' in line]
+            error = json.loads(lines[-1].removeprefix("data: "))["error"]
+            assert error["param"] == "prompt[1]"
+            assert error["code"] == "context_length_exceeded"
+            if not is_streamed:
+                assert answer.status_code == 400
+            await service.until(lambda: service.router.service.pipeline.inflight == 0)
+
+            refusal = ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "NO", "no")
+            service.engine.script.refuse = refusal
+            answer = await service.complete(["a", "b"], stream=is_streamed)
+            assert answer.status_code == 400
+            await service.until(lambda: service.router.service.pipeline.inflight == 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_cancels_all(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            service.engine.script.pause = asyncio.Event()
+            body = {"prompt": ["a", "b", "c"], "stream": True}
+            async with service.http.stream("POST", "/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_lines():
+                    break
+            await service.until(lambda: len(service.engine.cancelled) == 3)
+            await service.until(lambda: service.router.service.pipeline.inflight == 0)
+
+    asyncio.run(scenario())
+
+
+def test_answers_longer_than_what_waits(start_service: "StartService") -> None:
+    """More events than the router keeps all arrive."""
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            service.engine.script.words = ("word ",) * 200
+            answer = await service.complete(["a", "b", "c"], max_tokens=200)
+            assert [len(choice["text"]) for choice in answer.json()["choices"]] == [1000] * 3
+
+    asyncio.run(scenario())
+
+
+def test_wrong_lists_are_refused(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            wrong: list[Any] = [["a"] * 129, [1, "a"], [[1], 2], [[]], ["a", ""], []]
+            for prompt in wrong:
+                answer = await service.complete(prompt)
+                assert answer.status_code == 400, prompt
+                assert answer.json()["error"]["param"].startswith("prompt")
+            answer = await service.complete(["a"] * 128, n=16, logprobs=20, max_tokens=2000)
+            assert answer.json()["error"]["param"] == "prompt"
+            assert "fewer prompts" in answer.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+def test_quotas_count_each(start_service: "StartService", tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "t").write_text(KEY)
+    rules = {"name": "t", "requests_per_minute": 3}
+    tenants = {"keys_dir": str(tmp_path / "keys"), "tenants": [rules]}
+
+    async def scenario() -> None:
+        async with start_service(tenants=tenants) as service:
+            key = {"authorization": f"Bearer {KEY}"}
+            for prompts, status in ((["a"] * 4, 400), (["a"] * 2, 200), (["a"] * 2, 429)):
+                body = {"prompt": prompts}
+                answer = await service.http.post("/v1/completions", json=body, headers=key)
+                assert answer.status_code == status, answer.text
+            assert int(answer.headers["retry-after"]) > 0
+
+    asyncio.run(scenario())
