@@ -56,6 +56,8 @@ class Server:
     """Returns the command for an HTTP port."""
     environment: Mapping[str, str] = field(default_factory=dict)
     model: str = NAME
+    context: int = 0
+    """Context in tokens of a server that does not state it (0 if it does)."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ kill          SIGKILL to the process that computes
 hang          SIGSTOP to the same process
 oom           the kernel kills the largest process, because the group's memory is full
 
-With two workers or engines (servers sglang-router, dynamo, and ullage2):
+With two workers or engines (servers sglang-router, dynamo, dynamo-migrating, and ullage2):
 
 worker-dies   SIGKILL to all processes of one of them
 worker-hangs  SIGSTOP to the same processes
@@ -71,7 +71,7 @@ from benchmarks.survive import gateway
 from benchmarks.survive.cases import CASES
 from benchmarks.survive.container import container
 from benchmarks.survive.outcome import Outcome, summary, table
-from benchmarks.survive.play import GROUP, outcomes_of
+from benchmarks.survive.play import GROUP, KILLS, Sitting, outcomes_of
 from benchmarks.survive.servers import OURS, SERVERS, ServerMaker, Setting, two_engines
 from ullage_verify.target import TargetError
 
@@ -81,6 +81,7 @@ TERMINATED = 143
 GATEWAYS: Mapping[str, Callable[[Path], Server]] = {
     "sglang-router": gateway.sglang_router,
     "dynamo": gateway.dynamo,
+    gateway.MIGRATING: gateway.dynamo_migrating,
     "ullage2": two_engines,
 }
 """Servers with two workers, for the cases in which one of them is lost."""
@@ -94,11 +95,13 @@ def setting_of(case: str) -> Setting:
     return CASES[case].setting
 
 
-def outcomes_for(name: str, cases: Sequence[str], folder: Path, logs: Path) -> Iterator[Outcome]:
+def outcomes_for(
+    name: str, cases: Sequence[str], folder: Path, sitting: Sitting
+) -> Iterator[Outcome]:
     """Yield the outcomes of the cases that are for this server."""
     if name in GATEWAYS:
         chosen = [case for case in cases if CASES[case].is_for_gateways]
-        yield from outcomes_of(GATEWAYS[name](folder), chosen, logs) if chosen else ()
+        yield from outcomes_of(GATEWAYS[name](folder), chosen, sitting) if chosen else ()
         return
 
     make: ServerMaker = SERVERS[name]
@@ -109,7 +112,7 @@ def outcomes_for(name: str, cases: Sequence[str], folder: Path, logs: Path) -> I
         if server is None:
             yield from (Outcome(name, case, skipped=f"no {setting}") for case in group)
             continue
-        for outcome in outcomes_of(server, list(group), logs):
+        for outcome in outcomes_of(server, list(group), sitting):
             yield replace(outcome, server=name)
 
 
@@ -131,6 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--only", default="", metavar="NAMES", help="servers, joined by commas")
     parser.add_argument("--cases", default="", metavar="NAMES", help="cases, joined by commas")
+    parser.add_argument(
+        "--quick", action="store_true", help="short streams, whose words are not compared"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=KILLS, metavar="N", help=f"of crash-loop (default {KILLS})"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there")
     options = parser.parse_args(arguments)
     try:
@@ -157,8 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = list[Outcome]()
     try:
         with tempfile.TemporaryDirectory(prefix="ullage-survive-") as logs:
+            sitting = Sitting(Path(logs), options.quick, options.kills)
             for name in names:
-                for outcome in outcomes_for(name, cases, folder, Path(logs)):
+                for outcome in outcomes_for(name, cases, folder, sitting):
                     show(outcome)
                     outcomes.append(outcome)
                     if options.json:

@@ -28,7 +28,7 @@ ROOM_BYTES = 128 << 20
 """Memory that is left when the group is filled until the kernel kills."""
 NEIGHBOUR_BYTES = 512 << 20
 """Memory that the neighbour takes and frees."""
-NEIGHBOUR_PAUSE_S = 0.4
+NEIGHBOUR_PAUSE_S = 1.0
 NEIGHBOUR_LIMIT_BYTES = 5 << 30
 """Memory of the container that a server and its neighbour share."""
 ONE_LIMIT_BYTES = 3 << 30

@@ -1,10 +1,11 @@
 """Runs a gateway with two workers behind it, all as processes of one server.
 
-usage: python -m benchmarks.survive.gateway sglang-router|dynamo DIR PORT
+usage: python -m benchmarks.survive.gateway NAME DIR PORT
 
 * `sglang-router` is SGLang's gateway in front of two llama.cpp servers.
-* `dynamo` is NVIDIA Dynamo's frontend in front of two of its mockers, which compute nothing. A
-  stream may move to the other worker twice.
+* `dynamo` is NVIDIA Dynamo's frontend in front of two of its mockers, which compute nothing.
+* `dynamo-migrating` is the same, but a stream may move to the other worker MIGRATIONS times. By
+  default none moves.
 
 They are installed below DIR unless they are there.
 """
@@ -19,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.compare import servers
@@ -32,6 +34,7 @@ DYNAMO_NEEDS = (
     *("prometheus-client<1", "redis<9", "tqdm", "transformers", "zstandard"),
 )
 """What ai-dynamo needs, without aisimulate, which PyPI does not have."""
+MIGRATING = "dynamo-migrating"
 MIGRATIONS = 2
 CONTEXT = 4096
 WORKER_OPTIONS = f"-np 8 -c {8 * CONTEXT}"
@@ -50,10 +53,11 @@ def sglang_router(folder: Path) -> Server:
         command = [str(python), "-m", "pip", "install", f"sglang-router=={SGLANG_ROUTER}"]
         run_install("SGLang's gateway", command, folder / "sglang-router.log", {})
     servers.llama_cpp(folder)
-    return _server("sglang-router", SGLANG_ROUTER, folder)
+    server = _server("sglang-router", SGLANG_ROUTER, folder)
+    return replace(server, model="unknown")  # the name that it gives to the model of such workers
 
 
-def dynamo(folder: Path) -> Server:
+def dynamo(folder: Path, name: str = "dynamo") -> Server:
     """Install Dynamo's frontend and mocker unless they are there."""
     python = new_environment(folder / "dynamo")
     if version_of(python, "ai-dynamo") != DYNAMO:
@@ -63,7 +67,12 @@ def dynamo(folder: Path) -> Server:
         run_install("Dynamo's runtime", [*pip, *needs], log, {})
         run_install("Dynamo", [*pip, "--no-deps", f"ai-dynamo=={DYNAMO}"], log, {})
     servers.vllm(folder)  # the mocker needs the tokenizer of the checkpoint
-    return _server("dynamo", DYNAMO, folder)
+    return _server(name, DYNAMO, folder)
+
+
+def dynamo_migrating(folder: Path) -> Server:
+    """Install Dynamo unless it is there, and let streams move to another worker."""
+    return dynamo(folder, MIGRATING)
 
 
 def _server(name: str, version: str, folder: Path) -> Server:
@@ -72,7 +81,7 @@ def _server(name: str, version: str, folder: Path) -> Server:
 
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return Server(name, version, "two workers", command, variables)
+    return Server(name, version, "two workers", command, variables, context=CONTEXT)
 
 
 @contextlib.contextmanager
@@ -86,9 +95,9 @@ def processes_of(name: str, folder: Path, port: int) -> Iterator[list[subprocess
             stack.callback(end, process)
             running.append(process)
 
-        if name == "dynamo":
+        if name in ("dynamo", MIGRATING):
             store = stack.enter_context(tempfile.TemporaryDirectory(prefix="ullage-dynamo-"))
-            _run_dynamo(run, folder, port, store)
+            _run_dynamo(run, folder, port, store, MIGRATIONS if name == MIGRATING else 0)
         else:
             _run_sglang_router(run, folder, port)
         yield running
@@ -111,7 +120,7 @@ def _run_sglang_router(run: Run, folder: Path, port: int) -> None:
     run([*command, "--prometheus-port", str(metrics)], {})
 
 
-def _run_dynamo(run: Run, folder: Path, port: int, store: str) -> None:
+def _run_dynamo(run: Run, folder: Path, port: int, store: str, migrations: int) -> None:
     python = folder / "dynamo" / "bin" / "python"
     checkpoint = next((folder / "weights").glob("*/tokenizer.json")).parent
     variables = {
@@ -124,7 +133,7 @@ def _run_dynamo(run: Run, folder: Path, port: int, store: str) -> None:
     for _ in range(2):
         run(worker, variables)
     frontend = [str(python), "-m", "dynamo.frontend", "--http-host", "127.0.0.1"]
-    frontend += ["--http-port", str(port), "--migration-limit", str(MIGRATIONS)]
+    frontend += ["--http-port", str(port), "--migration-limit", str(migrations)]
     run([*frontend, "--router-mode", "round-robin"], variables)
 
 

@@ -30,10 +30,22 @@ WATCH_S = 0.5
 LOOK_S = 2.0
 """Seconds within which /health must answer."""
 KILLS = 10
-KILL_TOKENS = 200
-"""Tokens of each stream that is running when a server is killed."""
+"""Number of times that a server is killed in the case crash-loop."""
+SHORT_TOKENS = 96
+"""Tokens of each stream whose words are not compared with an undisturbed run."""
 WORST_LIMIT_BYTES = 6 << 30
 """Memory that a server may take in a case without a limit of its own."""
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """How thoroughly the cases are played."""
+
+    logs: Path
+    """Folder for the output of servers."""
+    is_quick: bool = False
+    """Whether streams are short and have no undisturbed run to be compared with."""
+    num_kills: int = KILLS
 
 
 @dataclass
@@ -75,20 +87,27 @@ async def watched_health(target: Target) -> AsyncIterator[Health]:
         task.cancel()
 
 
-async def play(server: Server, name: str, started: Running, box: Container) -> Outcome:
+async def play(
+    server: Server, name: str, started: Running, box: Container, *, is_quick: bool = False
+) -> Outcome:
     """Let a case happen in the middle of three answers."""
     async with OpenAIClient(started.url, silence_s=PATIENCE_S) as client:
-        target = await describe(client, server.model)
-        reference = await undisturbed(target)
+        target = await describe(client, server.model, server.context)
+        short = Reference((), SHORT_TOKENS)
+        reference = short if is_quick else await undisturbed(target)
         async with watched_health(target) as health, bystanders(target, reference) as others:
             scene = Scene(target, started, box.group)
             try:
                 causes = await CASES[name].happen(scene)
             except NotPlayedError as error:
                 return Outcome(server.name, name, skipped=str(error))
+            hit_at = time.monotonic()
 
         back_s = await seconds_to_answer(target, started)
         status = "" if back_s is not None else await health_of(client)
+
+    if not causes and all(each.is_whole and each.ended_at < hit_at for each in others.answers):
+        return Outcome(server.name, name, skipped="the streams had ended before it happened")
 
     whole = sum(answer.is_whole for answer in others.answers)
     other_words = whole - others.num_same() if reference.texts else None
@@ -155,7 +174,7 @@ def start(server: Server, box: Container, logs: Path) -> Iterator[Running]:
         yield started
 
 
-def outcomes_of(server: Server, names: Sequence[str], logs: Path) -> Iterator[Outcome]:
+def outcomes_of(server: Server, names: Sequence[str], sitting: Sitting) -> Iterator[Outcome]:
     """Yield the outcome of each case, all of which have the server's setting.
 
     A server serves one case after the other while it lives, unless a case wants a new server.
@@ -164,14 +183,15 @@ def outcomes_of(server: Server, names: Sequence[str], logs: Path) -> Iterator[Ou
     while waiting:
         name = waiting[0]
         if name == CRASH_LOOP:
-            yield crash_loop(server, logs)
+            yield crash_loop(server, sitting)
             waiting.pop(0)
             continue
         try:
-            with in_container(server, CASES[name], logs) as (started, box):
+            with in_container(server, CASES[name], sitting.logs) as (started, box):
                 while waiting:
                     name = waiting.pop(0)
-                    outcome = asyncio.run(play(server, name, started, box))
+                    playing = play(server, name, started, box, is_quick=sitting.is_quick)
+                    outcome = asyncio.run(playing)
                     box.group.limit(WORST_LIMIT_BYTES)
                     yield outcome
                     is_alone = CASES[name].is_alone or (waiting and CASES[waiting[0]].is_alone)
@@ -187,32 +207,32 @@ def outcomes_of(server: Server, names: Sequence[str], logs: Path) -> Iterator[Ou
             )
 
 
-def crash_loop(server: Server, logs: Path) -> Outcome:
-    """Kill all of a server's processes and start it again, KILLS times, with one /dev/shm."""
+def crash_loop(server: Server, sitting: Sitting) -> Outcome:
+    """Kill all of a server's processes and start it again many times, with one /dev/shm."""
     num_back = 0
     failure = ""
     with container(GROUP) as box:
         box.group.limit(WORST_LIMIT_BYTES)
         before = box.shared_files()
         try:
-            for number in range(KILLS + 1):
-                with start(server, box, logs) as started:
+            for number in range(sitting.num_kills + 1):
+                with start(server, box, sitting.logs) as started:
                     num_back = number
-                    if number < KILLS:
+                    if number < sitting.num_kills:
                         asyncio.run(kill_all(server, started))
         except (ServerError, TargetError) as error:
             failure = f"does not start after {num_back + 1} kills: {last_line(error)}"
         left = box.shared_files()
 
-    seen = f"back {num_back} of {KILLS} times, /dev/shm {growth(before, left)}"
+    seen = f"back {num_back} of {sitting.num_kills} times, /dev/shm {growth(before, left)}"
     return Outcome(server.name, CRASH_LOOP, restarts=seen, failure=failure)
 
 
 async def kill_all(server: Server, started: Running) -> None:
     """Send SIGKILL to all of a server's processes at once, while three clients stream."""
     async with OpenAIClient(started.url, silence_s=PATIENCE_S) as client:
-        target = await describe(client, server.model)
-        async with bystanders(target, Reference((), KILL_TOKENS)):
+        target = await describe(client, server.model, server.context)
+        async with bystanders(target, Reference((), SHORT_TOKENS)):
             for pid in ServerProcesses(started.process.pid).family():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

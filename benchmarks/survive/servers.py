@@ -119,7 +119,7 @@ def _spec(setting: Setting) -> dict[str, Any]:
         pools = {"single": {"memory": {"maxKV": POOL_BYTES}}}
         return {"model": {"maxModelLen": POOL_CONTEXT}, "pools": pools}
     if setting == "no sizes":
-        sizes = dict.fromkeys(("deviceBytes", "maxKV", "safetyReserve"))
+        sizes = dict.fromkeys(("deviceBytes", "maxKV"))
         tiers = {"host": {"size": HOST_TIER_BYTES}}
         return {"memory": {**sizes, "tiers": tiers}, "pools": {"single": {"memory": None}}}
     if setting == "two ranks":

@@ -110,7 +110,7 @@ def stand_in(tmp_path: Path, how: str) -> Server:
 def test_a_case_tells_what_everybody_saw(
     tmp_path: Path, impatience: None, how: str, case: str, cells: list[str]
 ) -> None:
-    [outcome] = play.outcomes_of(stand_in(tmp_path, how), [case], tmp_path)
+    [outcome] = play.outcomes_of(stand_in(tmp_path, how), [case], play.Sitting(tmp_path))
     for part, cell in zip(cells, outcome.cells[2:], strict=True):
         assert cell.startswith(part), outcome
 
@@ -126,13 +126,12 @@ def test_a_case_tells_what_everybody_saw(
 def test_a_crash_loop_counts_what_stays_in_shared_memory(
     tmp_path: Path,
     impatience: None,
-    monkeypatch: pytest.MonkeyPatch,
     how: str,
     kills: int,
     seen: str,
 ) -> None:
-    monkeypatch.setattr(play, "KILLS", kills)
-    outcome = play.crash_loop(stand_in(tmp_path, how), tmp_path)
+    sitting = play.Sitting(tmp_path, num_kills=kills)
+    outcome = play.crash_loop(stand_in(tmp_path, how), sitting)
     assert (outcome.word, outcome.failure) == (seen, "")
 
 
@@ -141,7 +140,7 @@ def test_a_full_shared_memory_is_a_crash_loop(
     tmp_path: Path, impatience: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.survive.container.SHARED_MEMORY_BYTES", 200 << 20)
-    outcome = play.crash_loop(stand_in(tmp_path, "leaks"), tmp_path)
+    outcome = play.crash_loop(stand_in(tmp_path, "leaks"), play.Sitting(tmp_path))
     assert "No space left on device" in outcome.failure
     assert outcome.word == (
         "does not start after 2 kills, back 1 of 10 times, /dev/shm grew by 3 files (200 MiB)"
@@ -151,7 +150,7 @@ def test_a_full_shared_memory_is_a_crash_loop(
 
 @needs_groups
 def test_a_server_that_does_not_start_is_told(tmp_path: Path) -> None:
-    [outcome] = play.outcomes_of(stand_in(tmp_path, "fails"), ["too-long"], tmp_path)
+    [outcome] = play.outcomes_of(stand_in(tmp_path, "fails"), ["too-long"], play.Sitting(tmp_path))
     assert outcome.failure == "does not start: no memory is left"
     assert (outcome.word, outcome.is_well) == ("does not start", False)
 
@@ -285,7 +284,8 @@ def test_each_setting_changes_what_it_names(tmp_path: Path) -> None:
     assert base == yaml.safe_load(MANIFEST.read_text())["spec"]
     small = spec_of(ullage(tmp_path, "small pool"))
     assert small["pools"]["single"] == {"gpus": 1, "memory": {"maxKV": POOL_BYTES}}
-    assert list(spec_of(ullage(tmp_path, "no sizes"))["memory"]) == ["tiers"]
+    memory = spec_of(ullage(tmp_path, "no sizes"))["memory"]
+    assert set(memory) == {"safetyReserve", "tiers"}
     assert spec_of(ullage(tmp_path, "two ranks"))["pools"]["single"]["gpus"] == 2
     assert spec_of(two_engines(tmp_path))["pools"]["single"]["replicas"] == 2
     assert ullage(tmp_path, "adapter") is None
@@ -302,6 +302,13 @@ def test_an_adapter_fits_the_checkpoint(tmp_path: Path) -> None:
     assert len(shapes) == 8
     assert shapes["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"] == (4, 8)
     assert shapes["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"] == (8, 8)
+
+
+@needs_groups
+def test_a_quick_sitting_compares_no_words(tmp_path: Path, impatience: None) -> None:
+    quick = play.Sitting(tmp_path, is_quick=True)
+    [outcome] = play.outcomes_of(stand_in(tmp_path, "serves"), ["too-long"], quick)
+    assert (outcome.whole, outcome.other_words, outcome.word) == (3, None, "goes on")
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
