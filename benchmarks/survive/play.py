@@ -209,7 +209,7 @@ def outcomes_of(server: Server, names: Sequence[str], sitting: Sitting) -> Itera
 
 def crash_loop(server: Server, sitting: Sitting) -> Outcome:
     """Kill all of a server's processes and start it again many times, with one /dev/shm."""
-    num_back = 0
+    num_back = -1  # before the first start
     failure = ""
     with container(GROUP) as box:
         box.group.limit(WORST_LIMIT_BYTES)
@@ -224,7 +224,7 @@ def crash_loop(server: Server, sitting: Sitting) -> Outcome:
             failure = f"does not start after {num_back + 1} kills: {last_line(error)}"
         left = box.shared_files()
 
-    seen = f"back {num_back} of {sitting.num_kills} times, /dev/shm {growth(before, left)}"
+    seen = f"back {max(0, num_back)} of {sitting.num_kills} times, /dev/shm {growth(before, left)}"
     return Outcome(server.name, CRASH_LOOP, restarts=seen, failure=failure)
 
 

@@ -35,6 +35,9 @@ TOKEN_BYTES = 23_040
 """KV of a token of SmolLM2-135M in bfloat16."""
 POOL_BYTES = POOL_TOKENS * TOKEN_BYTES
 POOL_CONTEXT = 1024
+RANK_BYTES = 1500 << 20
+"""Memory of each of two ranks."""
+RANK_KV_BYTES = 200 << 20
 HOST_TIER_BYTES = 256 << 20
 """KV in host memory, where host and device share one memory."""
 
@@ -124,7 +127,8 @@ def _spec(setting: Setting) -> dict[str, Any]:
         return {"memory": {**sizes, "tiers": tiers}, "pools": {"single": {"memory": None}}}
     if setting == "two ranks":
         pool = {"gpus": 2, "parallelism": {"tensor": 1, "pipeline": 2}}
-        return {"pools": {"single": pool}}
+        memory = {"deviceBytes": RANK_BYTES, "maxKV": RANK_KV_BYTES}
+        return {"memory": memory, "pools": {"single": {**pool, "memory": None}}}
     return {}
 
 

@@ -149,6 +149,12 @@ def test_a_full_shared_memory_is_a_crash_loop(
 
 
 @needs_groups
+def test_a_crash_loop_needs_a_first_start(tmp_path: Path) -> None:
+    outcome = play.crash_loop(stand_in(tmp_path, "fails"), play.Sitting(tmp_path))
+    assert outcome.failure == "does not start after 0 kills: no memory is left"
+
+
+@needs_groups
 def test_a_server_that_does_not_start_is_told(tmp_path: Path) -> None:
     [outcome] = play.outcomes_of(stand_in(tmp_path, "fails"), ["too-long"], play.Sitting(tmp_path))
     assert outcome.failure == "does not start: no memory is left"
