@@ -35,7 +35,7 @@ BENCHMARKS = {
         ".peers --quality --json bench.json",
     ),
     "survive": Benchmark(
-        "survive",
+        "survive.benchmark",
         "streams of others while memory runs out or a worker dies, next to llama.cpp and vLLM",
         ".peers --only ullage,vllm --json survive.json",
     ),

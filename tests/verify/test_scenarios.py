@@ -253,6 +253,23 @@ def test_inject(checked: Checked, fault: Callable[[Any], Any], name: str) -> Non
     assert name in failed(checked(faulty(fault)))
 
 
+@pytest.mark.parametrize(
+    ("health", "verdict", "seen"),
+    [
+        ("true", "passed", "503"),
+        ("always 200", "failed", "200"),
+        ("absent", "skipped", "the server has no /health"),
+    ],
+)
+def test_a_dead_server_must_not_call_itself_healthy(
+    checked: Checked, health: str, verdict: str, seen: str
+) -> None:
+    """Nothing replaces a pod whose probe passes, as in kserve#6259."""
+    criteria = checked(faulty(lambda server: server.die()), health=health)
+    [about] = [each for each in criteria if "/health" in each.name]
+    assert (about.verdict, about.seen) == (verdict, seen)
+
+
 def marathon_of(fault: Callable[[Any], Any], num_faults: int = 3) -> Callable[..., Any]:
     """Return the check of many faults, each of which is done to the fake server."""
 

@@ -19,6 +19,8 @@ PATIENCE_S = 120.0
 """Seconds without a complete response after which a server counts as dead."""
 RETRY_S = 0.2
 NUM_IN_A_ROW = 3
+HEALTHY = 200
+NOT_FOUND = 404
 SETTLE_S = 3.0
 
 
@@ -85,5 +87,17 @@ async def _check_back(target: Target, checks: Checks, name: str, since: float) -
             checks.holds(
                 f"{name}: time to the next answer", False, f"≤ {BACK_WITHIN_S:g} s", answer.outcome
             )
+            await _check_health(target, checks, name)
             return False
         await asyncio.sleep(RETRY_S)
+
+
+async def _check_health(target: Target, checks: Checks, name: str) -> None:
+    """Check that a server that completes no request fails its probe, so that it is replaced."""
+    criterion = f"{name}: /health of a server that did not come back"
+    page = await target.client.get("/health")
+    if page.status == NOT_FOUND:
+        checks.skip(criterion, "the server has no /health")
+    else:
+        seen = str(page.status or "no answer")
+        checks.holds(criterion, page.status != HEALTHY, "not 200", seen)

@@ -57,6 +57,8 @@ class Behaviour:
     adapters: tuple[str, ...] = ()
     key: str = ""
     """API key that requests need, or empty for none."""
+    health: str = "true"
+    """What /health is: "true", "always 200", or "absent"."""
     ignores_departures: bool = False
     """Whether answers are computed to their end for clients that are gone."""
 
@@ -110,6 +112,12 @@ class FakeServer:
         return web.json_response(
             {"engines": engines, "objectives": objectives, "latest": self.latest[::-1]}
         )
+
+    async def health(self, _: web.Request) -> web.Response:
+        if self.behaviour.health == "absent":
+            return web.Response(status=404)
+        is_sick = self.is_dead and self.behaviour.health == "true"
+        return web.Response(status=503 if is_sick else 200)
 
     async def metrics(self, _: web.Request) -> web.Response:
         size = (100 << 20) + self.behaviour.grows_bytes * self.requests
@@ -229,6 +237,7 @@ async def serving(behaviour: Behaviour) -> AsyncIterator[FakeServer]:
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/stats", server.stats)
     app.router.add_get("/metrics", server.metrics)
+    app.router.add_get("/health", server.health)
     app.router.add_post("/v1/chat/completions", server.chat)
     app.router.add_post("/v1/completions", server.completions)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
