@@ -156,7 +156,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
 
 
 def _vllm_uses_tiers(config: EngineConfig) -> bool:
-    """Return whether vLLM can store KV in the host tier, which it can if every rank has access."""
+    """Return whether every rank can access the host tier, which vLLM needs to store KV there."""
     is_reached = config.parallelism.pipeline == 1 and config.group.nodes == 1
     if not is_reached and config.memory.tiers.host.size != 0:
         log.info("memory.tiers: with vLLM KV stays on devices of several stages or nodes")

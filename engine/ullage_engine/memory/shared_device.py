@@ -1,6 +1,6 @@
 """Works out how much of a shared GPU's memory each process uses.
 
-A GPU only reports how much memory is free. This also depends on other processes, such as another
+A GPU reports how much memory is free. This also depends on other processes, such as another
 engine, or a killed worker whose memory is still being released. The ledger tracks this process's
 memory, so the rest of the missing memory must be held by other processes. It only reduces the size
 of the KV pool.

@@ -339,10 +339,11 @@ def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, it
 def group_kv_bytes(
     model_config: ModelConfig, layout: RankLayout, itemsize: int, *, windowed: bool = False
 ) -> int:
-    """Return how many bytes one token takes up in KV blocks, summed over all ranks.
+    """Return how many bytes one token takes up in a KV block, summed over all ranks.
 
     Heads that are copied to several ranks count once per rank. If `windowed`, layers with sliding
-    windows have their own blocks.
+    windows have their own blocks, and the result is the size in a single block of either kind. All
+    blocks have the same size, with room for the larger of the two groups of layers.
     """
     parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]
     return sum(part.page_bytes_per_token(itemsize, windowed=windowed) for part in parts)

@@ -105,8 +105,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def first_stored(self) -> int:
         """Position of the first token whose newly computed KV is kept.
 
-        Tokens before this position are only replayed to rebuild the convolution state. Their KV is
-        already stored.
+        Any tokens of the chunk before this position are only replayed, to rebuild the convolution
+        state. Their KV is already stored.
         """
         return self.start + self.num_replayed
 

@@ -361,10 +361,11 @@ class LayerCalibration:
 
 
 class _Rounding:
-    """Rounds the matrices of one model layer to int4 while a text passes through the layer.
+    """Rounds the matrices of one model layer to int4, calibrated on a text.
 
-    The linear layers are replaced by ones that calibrate on the inputs that they receive. `finish`
-    collects the rounded matrices.
+    While the text passes through the layer, linear layers round their matrices for the inputs that
+    they receive, and layers of experts only record their inputs. `finish` rounds the experts'
+    matrices, and collects all rounded matrices.
     """
 
     def __init__(

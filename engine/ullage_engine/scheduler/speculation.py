@@ -79,7 +79,7 @@ class PromptLookup:
         return draft
 
     def _index(self, length: int) -> None:
-        """Index the n-grams that end before position `length`, and drop those that are too old."""
+        """Index n-grams whose next token is before position `length`, and drop those too old."""
         tokens = self._token_ids
         followed = self._followed
 

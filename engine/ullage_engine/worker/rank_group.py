@@ -3,11 +3,11 @@
 Messages are encoded as msgpack and sent over one ZeroMQ pair per rank. At startup, ranks send a
 first answer when they have loaded, and then answer each of the commands `Join`, `WarmUp`,
 `Allocate` and `Finalize` with `Done` or `Failed`. Rank 0 sends a command only after all ranks have
-answered the previous one. Ranks compute together, and thus wait for each other's results, only in
-`WarmUp` and `Finalize`. Other failures, such as a lack of memory, occur in the preceding `Join` or
-`Allocate`. While serving, only the rank that samples answers `Execute`, but all ranks answer
-`Sync`. A rank that fails while serving exits, and so does the group. Ranks may report their
-progress with `Loading` at any time.
+answered the previous one. During startup, ranks compute together, and thus wait for each other's
+results, only in `WarmUp` and `Finalize`. Other failures, such as a lack of memory, occur in the
+preceding `Join` or `Allocate`. While serving, only the rank that samples answers `Execute`, but all
+ranks answer `Sync`. A rank that fails while serving exits, and so does the group. Ranks may report
+their progress with `Loading` at any time.
 
 If one process of the group exits, all others exit too. One thread per process watches for this.
 """

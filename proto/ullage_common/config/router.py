@@ -387,8 +387,9 @@ class PlacementSection(Strict, frozen=True, kw_only=True):
 class PrefillSection(Strict, frozen=True, kw_only=True):
     """Settings for the prefill window, which balances prompts across busy engines.
 
-    While engines are busy prefilling other prompts, new prompts wait for a short time, and are then
-    distributed together by their cost. No prompt waits if an engine is idle.
+    A prompt waits for a short time if its engine needs at least as long to prefill the prompts that
+    are already queued there. The prompts that have waited are then distributed together by their
+    cost. Prompts whose prefix is cached on their engine do not wait.
     """
 
     window: Annotated[Seconds, msgspec.Meta(ge=0, le=10)] = 0.006
