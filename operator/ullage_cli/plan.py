@@ -144,7 +144,7 @@ class _PlainDumper(yaml.SafeDumper):
 
 
 def _pool_lines(service: Service, settings: Settings) -> list[str]:
-    """Return two lines per pool: its engine with the reason and the image, then its KV tiers."""
+    """Return each pool's engine, with the reason and the image, and then each pool's KV tiers."""
     spec = service.spec
     image = engine_image(spec, settings)
     expected = {

@@ -83,7 +83,7 @@ class ReceivedHistories:
         self._recent: _Recent[list[int]] = _Recent(max_requests)
 
     def begin_plan(self) -> None:
-        """Drop the histories that the sender has dropped. Call this before a plan's first chunk."""
+        """Drop what the sender drops. Call this once per plan, before its first chunk."""
         self._recent.begin_plan()
 
     def complete(self, chunk: Chunk) -> Chunk:

@@ -53,7 +53,7 @@ class LocalRuntime:
 
     @property
     def processes(self) -> list[PodProcess]:
-        """The processes that are currently running in the pods."""
+        """The process of each pod that should be running, even while it is being restarted."""
         return list(self._running.values())
 
     @contextlib.asynccontextmanager

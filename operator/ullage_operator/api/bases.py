@@ -157,10 +157,13 @@ def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Proble
 
 
 def merged(node: Schema, over: Any, under: Any, *, has_defaults: bool) -> Any:
-    """Return the part `under` of a base or spec, with the fields of `over` merged over it.
+    """Merge `over`, a part of a base or spec, over `under`, the same part of the earlier bases.
+
+    If they are not both objects, the result is `over`.
 
     Args:
-        has_defaults: whether `over` may have defaults that the API server filled in.
+        has_defaults: whether `over` may have defaults that the API server filled in. Such a default
+            does not replace a value of `under`.
     """
     if isinstance(over, Mapping) and isinstance(under, Mapping):
         fields = schema.fields(node, {**under, **over})

@@ -278,7 +278,7 @@ def unlisted_kinds(unlisted: Sequence[str]) -> list[Condition]:
 
 
 def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
-    """Return the DefinitionOutdated condition (empty if the CRD is not older than the operator).
+    """Return the DefinitionOutdated condition (empty if the CRD has defaults for all fields).
 
     Args:
         undefined: fields for which the installed CRD has no default, which shows that it is older.

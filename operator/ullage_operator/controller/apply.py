@@ -62,7 +62,9 @@ class AppliedChanges:
             names.append(object_name(desired))
 
     def notes(self, is_new: bool) -> list[EventNote]:
-        """Return one Event for each kind of change: objects created, updated, repaired or deleted.
+        """Return an Event note for each kind of change that occurred, with the changed objects.
+
+        The kinds are objects created, updated, repaired and deleted.
 
         Args:
             is_new: whether the service is new. The creation of its objects is then not reported.

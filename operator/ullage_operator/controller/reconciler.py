@@ -262,7 +262,7 @@ class Reconciler:
         )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
-        """Return `observed` with the pools that neither the operator nor any router can reach.
+        """Return `observed` with the pools in which no router can reach a ready engine.
 
         Routers are asked only about pools in which an engine has stopped reporting to the operator.
         """

@@ -236,7 +236,7 @@ def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
 def _keep_stable(
     state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec
 ) -> RolloutProgress:
-    """Return the progress if the spec requests the stable revision and no other must be tried.
+    """Return the progress if the spec requests the stable revision, so that none must be tried.
 
     A trial of another revision, or an earlier rollback, ends. Outdated engines are replaced.
     """

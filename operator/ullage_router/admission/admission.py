@@ -223,11 +223,12 @@ class Admission:
         )
 
     def _seen_by(self, call: Call) -> Deferrals:
-        """Return the recently refused requests, as far as this request must make way for them.
+        """Return what this request must know about recently refused requests.
 
         The result tells how much memory to leave for retries that take precedence over this
-        request. Refused clients are told to retry after a delay. Until then, later requests should
-        not take the memory that a retry will need.
+        request, and when all refused requests of a pool will be retried. Refused clients are told
+        to retry after a delay. Until then, later requests should not take the memory that a retry
+        will need.
         """
         now = time.monotonic()
         self._deferrals.expire(now)

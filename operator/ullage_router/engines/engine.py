@@ -76,7 +76,8 @@ class EngineOwner(Protocol):
     def on_numerics_change(self) -> None:
         """Handle a change in an engine's numerics fingerprint.
 
-        Engines with the same fingerprint produce bit-identical results.
+        Engines with the same fingerprint produce bit-identical results from the same tokens, unless
+        the fingerprint is unknown (an empty digest).
         """
 
     @property
@@ -232,8 +233,9 @@ class Engine:
     def has_numerics(self) -> bool:
         """Whether the engine's numerics fingerprint can be compared with those of other engines.
 
-        Equal fingerprints mean bit-identical results. The comparison requires that the engine has
-        been ready at some point, and that it is neither connecting nor gone now.
+        Equal fingerprints mean bit-identical results from the same tokens, unless they are unknown
+        (an empty digest). The comparison requires that the engine has been ready at some point, and
+        that it is neither connecting nor gone now.
         """
         if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
             return False
@@ -618,8 +620,9 @@ class Engine:
     def numerics_of(self, adapter: str) -> str:
         """Return the engine's numerics fingerprint for the base model or for an adapter.
 
-        Engines with the same fingerprint produce bit-identical results. An adapter's fingerprint
-        also identifies the exact version of the adapter.
+        Engines with the same fingerprint produce bit-identical results from the same tokens. An
+        adapter's fingerprint also identifies the exact version of the adapter. The result is empty
+        if the fingerprint is unknown.
 
         Args:
             adapter: name of the adapter, or empty for the base model.

@@ -342,7 +342,8 @@ class Engines:
     def numerics(self, pool: str = "") -> dict[str, Fingerprint]:
         """Return the numerics fingerprints of the serving engines, by engine name.
 
-        Engines with the same fingerprint produce bit-identical results.
+        Engines with the same fingerprint produce bit-identical results from the same tokens, unless
+        the fingerprint is unknown (an empty digest).
 
         Args:
             pool: the pool whose engines to include, or empty for all pools.

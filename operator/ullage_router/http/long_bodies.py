@@ -186,7 +186,7 @@ class LongBodies:
             slow.lose()
 
     def _in_the_way(self) -> Iterator[BodyTurn]:
-        """Yield the turns that would have to end so that a waiting body can get its turn.
+        """Yield the turns that keep waiting bodies from getting a turn.
 
         If a waiting body does not fit in the total limit, these are all turns. Otherwise, they are
         the turns of tenants that also have waiting bodies.

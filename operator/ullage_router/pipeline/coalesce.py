@@ -64,7 +64,9 @@ def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
 
 
 class Coalescer:
-    """Lets identical requests share a generation, and tracks the generations they may join.
+    """Lets identical deterministic requests to this router share a generation.
+
+    It tracks the generations that requests may join.
 
     joined
         number of requests that joined another request's generation

@@ -45,7 +45,7 @@ class Billing(Protocol):
         """Credit `count` active requests (0 for all) back to the requests-per-minute quota."""
 
     def settle(self, prompt_tokens: int, output_tokens: int, count: int) -> bool:
-        """Settle finished requests, and charge the tenant for the tokens they actually used.
+        """End requests, and charge the tenant for the tokens that they actually used.
 
         Args:
             prompt_tokens: prompt tokens of each request.

@@ -41,7 +41,7 @@ class TenantSession:
         return TenantSession(self._account, self._metrics)
 
     def prepay(self, was_paid: Callable[[], bool]) -> None:
-        """Switch to charging the requests when they end, unless an earlier ticket paid for them.
+        """Charge the requests only when they end, and only if no earlier ticket paid for them.
 
         By default, requests are charged in advance.
 

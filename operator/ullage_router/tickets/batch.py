@@ -187,9 +187,9 @@ class PickBatch:
     def _sample(self, facts: RequestFacts) -> list[EngineView]:
         """Return the few engines among which `decide_among` chooses for this request.
 
-        These are usable engines drawn at random from each pool, and the preferred engine, which
-        probably has the request's prefix cached. If no engine of the large pool is usable, one of
-        them is included anyway to show that the pool exists.
+        These are usable engines of the first pool and of the large pool: some drawn at random, and
+        the preferred one, which probably has the request's prefix cached. If no engine of the large
+        pool is usable, one of them is included anyway to show that the pool exists.
         """
         sample = []
         for pool, group in self._groups.items():

@@ -143,10 +143,10 @@ class Model:
         arguments: Mapping[str, Any],
         end: inference_pb2.PromptEnd = inference_pb2.PROMPT_END_REPLY,
     ) -> tuple[str, ClearMarks | None]:
-        """Render a conversation without letting the text of its messages spell special tokens.
+        """Render a conversation. With a guard, its messages cannot spell special tokens.
 
         During rendering, private-use characters (marks) stand in for some characters of the
-        messages.
+        messages. Without a guard (`trusts_special_tokens`), nothing is marked.
 
         Returns:
             The rendered text, and an object that turns its marks back into the original characters.

@@ -100,7 +100,7 @@ class SegmentEncoder:
         """Return the token ids of a text, without adding special tokens.
 
         Args:
-            text: the text. If it spells out a special token, it is encoded as that token.
+            text: the text. Special tokens that it spells out are encoded as those tokens.
             most: maximum number of tokens, beyond which tokenisation is stopped.
 
         Raises:

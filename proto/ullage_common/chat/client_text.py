@@ -78,7 +78,7 @@ class Marks:
 
 
 def plain_text(value: Any) -> Any:
-    """Return a text with its marks turned back into characters, and any other value unchanged."""
+    """Return the original text of a `ClientText`, and any other value unchanged."""
     return value.plain if isinstance(value, ClientText) else value
 
 
