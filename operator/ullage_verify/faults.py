@@ -15,7 +15,7 @@ import grpc
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage_verify.memory_limit import memory_limit
-from ullage_verify.partition import dropped_packets, internal_ports
+from ullage_verify.partition import dropped_packets, internal_ports, shares_network
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.target import TargetError
 
@@ -27,6 +27,10 @@ KUBECTL_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 30.0
 """Longest time for which pods are evicted from a node, in seconds."""
 ADMIN_TIMEOUT_S = 10.0
+OUT_OF_TIME = "global timeout"
+"""Words with which kubectl ends a drain that took too long."""
+EVICTED = " evicted"
+"""Words with which kubectl reports each pod that has left a drained node."""
 PARTITION_S = 3.0
 """Number of seconds for which the packets between a server's processes are dropped."""
 FULL_DISK_S = 3.0
@@ -113,8 +117,14 @@ async def _partition(processes: ServerProcesses) -> float:
     """Drop the packets between the server's processes for PARTITION_S seconds.
 
     Raises:
-        TargetError: the processes are not connected by TCP, or this user may not drop packets.
+        TargetError: the processes are not connected by TCP or have another network namespace than
+            this command, or this user may not drop packets.
     """
+    if not shares_network(processes.pid):
+        raise TargetError(
+            f"--pid {processes.pid} has another network namespace; run this command in it "
+            f"(nsenter --target {processes.pid} --net)"
+        )
     ports = await asyncio.to_thread(internal_ports, processes.family())
     if not ports:
         raise TargetError(
@@ -259,9 +269,10 @@ def pod_faults(namespace: str, pods: Iterable[str]) -> Mapping[str, Fault]:
 async def _delete_pod(default_namespace: str, pod: str) -> float:
     namespace, _, name = pod.rpartition(":")
     which = ["--selector", name] if "=" in name else [name]
-    # Force deletion prints a warning, too, so only the status tells a failure.
-    force = ["--grace-period=0", "--force", "--wait=false"]
-    await _kubectl(namespace or default_namespace, "delete", "pod", *which, *force)
+    force = ["--grace-period=0", "--force", "--wait=false", "--output=name"]
+    deleted = await _kubectl(namespace or default_namespace, "delete", "pod", *which, *force)
+    if not deleted.strip():
+        raise TargetError(f"--pod {pod}: no pod has these labels; see kubectl get pods")
     return time.monotonic()
 
 
@@ -277,41 +288,61 @@ def node_faults(namespace: str, node: str, selector: str) -> Mapping[str, Fault]
 
 
 async def _drain(namespace: str, node: str, selector: str) -> float:
-    """Evict pods from a node for at most DRAIN_TIMEOUT_S seconds, and then uncordon it."""
+    """Evict pods from a node for at most DRAIN_TIMEOUT_S seconds, and then uncordon it.
+
+    Raises:
+        TargetError: the node is cordoned already, kubectl fails, or no pod was evicted.
+    """
+    if await _kubectl(namespace, "get", "node", node, "--output=jsonpath={.spec.unschedulable}"):
+        raise TargetError(f"--node {node}: it is cordoned already; name another, or uncordon it")
+
     hit_at = time.monotonic()
-    limits = [f"--pod-selector={selector}", f"--timeout={DRAIN_TIMEOUT_S:g}s"]
+    options = [f"--pod-selector={selector}", f"--timeout={DRAIN_TIMEOUT_S:g}s"]
+    options += ["--ignore-daemonsets", "--delete-emptydir-data"]
     try:
-        # On the last node, the disruption budget keeps an engine where it is, and time runs out.
-        with contextlib.suppress(TargetError):
-            await _kubectl(
-                namespace, "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", *limits
-            )
+        status, output, error = await _run_kubectl(namespace, "drain", node, *options)
     finally:
         await _kubectl(namespace, "uncordon", node)
+    # On the last node, the disruption budget keeps an engine where it is, and time runs out.
+    if status and OUT_OF_TIME not in error:
+        raise TargetError(f"kubectl drain {node}: {error.strip()}")
+    if EVICTED not in output:
+        raise TargetError(f"--node {node}: no engine of the service was evicted from it")
     return hit_at
 
 
-async def _kubectl(namespace: str, *arguments: str) -> None:
-    """Run kubectl.
+async def _kubectl(namespace: str, *arguments: str) -> str:
+    """Run kubectl, and return its output.
 
     Raises:
         TargetError: kubectl is missing, fails, or does not end within KUBECTL_TIMEOUT_S.
     """
+    status, output, error = await _run_kubectl(namespace, *arguments)
+    if status:
+        # Force deletion prints a warning, too, so only the status tells a failure.
+        raise TargetError(f"kubectl --namespace {namespace} {' '.join(arguments)}: {error.strip()}")
+    return output
+
+
+async def _run_kubectl(namespace: str, *arguments: str) -> tuple[int, str, str]:
+    """Run kubectl, and return its exit status, its output and its error output.
+
+    Raises:
+        TargetError: kubectl is missing, or does not end within KUBECTL_TIMEOUT_S.
+    """
     command = ["kubectl", "--namespace", namespace, *arguments]
+    pipe = asyncio.subprocess.PIPE
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-        )
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     except FileNotFoundError:
         raise TargetError("kubectl is missing; install it to make faults in a cluster") from None
 
     try:
-        _, error = await asyncio.wait_for(process.communicate(), KUBECTL_TIMEOUT_S)
+        output, error = await asyncio.wait_for(process.communicate(), KUBECTL_TIMEOUT_S)
     except TimeoutError:
         raise TargetError(f"{' '.join(command)}: no answer in {KUBECTL_TIMEOUT_S:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode:
-        raise TargetError(f"{' '.join(command)}: {error.decode().strip()}")
+    return process.returncode or 0, output.decode(), error.decode()

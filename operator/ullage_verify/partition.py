@@ -26,6 +26,19 @@ class TcpSocket(NamedTuple):
     inode: str
 
 
+def shares_network(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Return whether a process has the same network namespace as this one.
+
+    Args:
+        pid: id of the process.
+        proc: folder with the kernel's process files.
+    """
+    try:
+        return os.readlink(proc / str(pid) / "ns/net") == os.readlink(proc / "self/ns/net")
+    except OSError:
+        return False  # the process has exited, or belongs to another user
+
+
 def internal_ports(pids: Iterable[int], proc: Path = Path("/proc")) -> frozenset[int]:
     """Return the ports on which processes of a server listen for other processes of that server.
 
@@ -84,7 +97,7 @@ def _port(address: str) -> int:
 
 @contextlib.contextmanager
 def dropped_packets(ports: Set[int]) -> Iterator[None]:
-    """Drop all TCP packets to and from the given ports of this machine for the block.
+    """Drop all TCP packets between this machine's own processes at the given ports for the block.
 
     Raises:
         OSError: `nft` is missing, or this user may not set rules.
@@ -94,8 +107,8 @@ def dropped_packets(ports: Set[int]) -> Iterator[None]:
         table inet {TABLE} {{
             chain input {{
                 type filter hook input priority 0;
-                tcp dport {{ {listed} }} drop
-                tcp sport {{ {listed} }} drop
+                iif lo tcp dport {{ {listed} }} drop
+                iif lo tcp sport {{ {listed} }} drop
             }}
         }}
     """

@@ -221,6 +221,20 @@ def test_packets_between_processes_are_dropped_for_a_time(
     assert "ullage_verify" not in rules.stdout
 
 
+@pytest.mark.skipif(not IS_ROOT, reason="another network namespace needs root")
+def test_processes_in_another_network_have_no_partition() -> None:
+    command = ["unshare", "--net", sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+        with (
+            process_faults(process.pid) as faults,
+            pytest.raises(TargetError, match="another network namespace"),
+        ):
+            asyncio.run(_happen(faults["partition between the processes"]))
+        process.communicate(b"\n")
+
+
 def test_processes_without_connections_have_no_partition(server: tuple[int, int]) -> None:
     with (
         process_faults(server[0]) as faults,
@@ -306,7 +320,7 @@ def test_errors_name_the_option() -> None:
 
 def test_a_pod_is_deleted_by_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\n')
+    kubectl.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\necho pod/chat-single-0\n')
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     fault = pod_faults("prod", ["chat-single-0"])["death of the pod chat-single-0"]
@@ -332,7 +346,7 @@ def kubectl_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -
 def test_pods_may_have_a_namespace_and_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = kubectl_that(tmp_path, monkeypatch, "")
+    said = kubectl_that(tmp_path, monkeypatch, "echo pod/chat-0")
     for fault in pod_faults("prod", ["other:chat-0", "ops:part=operator"]).values():
         asyncio.run(_happen(fault))
     first, second = said.read_text().splitlines()
@@ -340,13 +354,47 @@ def test_pods_may_have_a_namespace_and_labels(
     assert second.startswith("--namespace ops delete pod --selector part=operator ")
 
 
+def test_labels_without_a_pod_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kubectl_that(tmp_path, monkeypatch, "echo 'No resources found' >&2")
+    with pytest.raises(TargetError, match=r"--pod part=nothing: no pod has these labels"):
+        asyncio.run(_happen(pod_faults("prod", ["part=nothing"])["death of the pod part=nothing"]))
+
+
+DRAINED = """
+test "$3" = drain || exit 0
+echo pod/chat-0 evicted
+echo "unable to drain node: global timeout reached: 30s" >&2
+exit 1
+"""
+
+
+def drain_fault() -> object:
+    return node_faults("prod", "node-3", "part=engine")["drain of the node node-3"]
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ('test "$3" = get && echo true; exit 0', "is cordoned already"),
+        ('test "$3" = drain && echo "no rights" >&2 && exit 1; exit 0', "no rights"),
+        ("exit 0", "no engine of the service was evicted"),
+    ],
+)
+def test_a_node_that_was_not_drained_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: str
+) -> None:
+    said = kubectl_that(tmp_path, monkeypatch, script)
+    with pytest.raises(TargetError, match=error):
+        asyncio.run(_happen(drain_fault()))
+    assert ("uncordon" in said.read_text()) == ("cordoned" not in error)
+
+
 def test_a_drained_node_is_uncordoned_even_if_a_pod_must_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = kubectl_that(tmp_path, monkeypatch, 'test "$3" = uncordon')
-    fault = node_faults("prod", "node-3", "part=engine")["drain of the node node-3"]
-    asyncio.run(_happen(fault))
-    drain, uncordon = said.read_text().splitlines()
+    said = kubectl_that(tmp_path, monkeypatch, DRAINED)
+    asyncio.run(_happen(drain_fault()))
+    _, drain, uncordon = said.read_text().splitlines()
     assert drain.startswith("--namespace prod drain node-3 ")
     assert "--pod-selector=part=engine" in drain
     assert uncordon == "--namespace prod uncordon node-3"

@@ -14,7 +14,7 @@ from ullage_verify.target import Target, TargetError
 MAX_GAP_S = 30.0
 """Maximum pause of a stream, in seconds, when a fault happens."""
 BACK_WITHIN_S = 30.0
-"""Seconds after a fault within which the server must have completed a new request."""
+"""Seconds after the end of a fault within which the server must have completed a request."""
 PATIENCE_S = 120.0
 """Seconds without a complete response after which a server counts as dead."""
 RETRY_S = 0.2
@@ -36,14 +36,14 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         settings.progress(name)
         try:
             async with bystanders(target, reference) as crowd:
-                hit_at = await fault()
-                crowd.disturbed_at = hit_at
+                crowd.disturbed_at = await fault()
+                over_at = time.monotonic()
         except TargetError as error:
             checks.skip(name, str(error))
             continue
         possible[name] = fault
         crowd.check(checks, name, MAX_GAP_S)
-        if not await _check_back(target, checks, name, hit_at):
+        if not await _check_back(target, checks, name, over_at):
             checks.skip("all later faults", "the server did not come back")
             return
         await asyncio.sleep(SETTLE_S)
@@ -63,11 +63,12 @@ async def _in_a_row(
     for number in range(NUM_IN_A_ROW):
         settings.progress(f"{name}, {number + 1} of {NUM_IN_A_ROW}")
         try:
-            hit_at = await fault()
+            await fault()
         except TargetError as error:
             checks.skip(f"{name}, {NUM_IN_A_ROW} times in a row", str(error))
             return
-        if not await _check_back(target, checks, f"{name}, time {number + 1} in a row", hit_at):
+        over_at = time.monotonic()
+        if not await _check_back(target, checks, f"{name}, time {number + 1} in a row", over_at):
             return
 
 
