@@ -239,6 +239,17 @@ def test_a_summary_is_a_table_and_json(
     assert (tail.p50, tail.p95, tail.p99) == (50, 95, 99)
 
 
+def test_a_summary_of_refusals_at_once_has_no_tokens(
+    hardware: Hardware, router: RouterConfig, make_pools: MakePools
+) -> None:
+    trace = [TraceRequest(at=0.0, prompt_tokens=5000, output_tokens=9)]
+    result = replay(trace, router, make_pools(), hardware)
+    assert result.duration_s == 0.0
+    summary = summarize(result)
+    assert (summary.refused, summary.output_tokens_per_second) == (1, 0.0)
+    assert "refused            1" in as_table(summary)
+
+
 def test_virtual_time_jumps_and_never_goes_back() -> None:
     loop = VirtualLoop()
     times: list[float] = []
