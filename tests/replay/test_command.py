@@ -24,7 +24,9 @@ def files(tmp_path: Path, hardware: Hardware) -> tuple[str, str]:
     ]
     trace.write_text("\n".join(map(json.dumps, rows)))
     path = tmp_path / "hardware.json"
-    write_hardware(path, hardware)
+    engine = msgspec.structs.replace(hardware.engines["single"], max_model_len=8192)
+    own = msgspec.structs.replace(hardware, model="smollm2-135m", engines={"single": engine})
+    write_hardware(path, own)
     return str(trace), str(path)
 
 
@@ -67,6 +69,17 @@ def test_wrong_options_name_the_remedy(
     for arguments, message in cases.items():
         assert main(arguments) == 2, arguments
         assert message in capfd.readouterr().err
+
+
+def test_a_hardware_file_of_another_model_is_refused(
+    files: tuple[str, str], hardware: Hardware, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trace, path = files
+    write_hardware(Path(path), hardware)
+    assert main(["plan", "-f", str(EXAMPLE), "--trace", trace, "--hardware", path]) == 2
+    assert "pool single: model.name: 'smollm2-135m' was not measured, but 'm' was; measure" in (
+        capfd.readouterr().err
+    )
 
 
 def test_a_hardware_file_is_read_as_it_was_written(tmp_path: Path, hardware: Hardware) -> None:
