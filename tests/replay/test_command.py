@@ -63,12 +63,22 @@ def test_wrong_options_name_the_remedy(
         (*plan, "--trace", str(wrong), "--hardware", hardware): (
             "wrong.jsonl:1: prompt_tokens: 'many' is no number of tokens"
         ),
-        (*plan, "--trace", trace, "--hardware", "nowhere"): "--hardware nowhere: no such file or",
+        (*plan, "--trace", trace, "--hardware", "nowhere"): (
+            "nowhere: No such file or directory; measure one with --measure"
+        ),
         (*plan, "--trace", trace, "--hardware", str(wrong)): "measure it again with --measure",
     }
     for arguments, message in cases.items():
         assert main(arguments) == 2, arguments
         assert message in capfd.readouterr().err
+
+
+def test_the_help_offers_no_names_of_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = capsys.readouterr().out
+    assert "--hardware FILE" in text
+    assert "NAME" not in text
 
 
 def test_a_hardware_file_of_another_model_is_refused(
