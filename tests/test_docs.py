@@ -125,6 +125,16 @@ def test_every_page_that_the_sources_name_exists() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_no_page_has_a_line_that_waits_for_its_text() -> None:
+    waiting = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in PAGES
+        for line in prose(page).splitlines()
+        if re.fullmatch(r"[A-Z_]{4,}", line.strip())
+    ]
+    assert not waiting
+
+
 def test_every_page_is_in_the_index() -> None:
     docs = ROOT / "docs"
     index = (docs / "README.md").read_text(encoding="utf-8")

@@ -64,7 +64,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     replaying = parser.add_argument_group("predictions")
     replaying.add_argument("--trace", type=Path, metavar="FILE", help="requests to replay")
     replaying.add_argument(
-        "--hardware", metavar="FILE|NAME", help="measured engines, which --measure writes"
+        "--hardware", metavar="FILE", help="measured engines, which --measure writes"
     )
     replaying.add_argument("--json", action="store_true", help="print JSON instead of a table")
     objective = "objective for the 95th percentile; prints the number of engines that meet it"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from ullage_common.config.engine import EngineConfig, kv_limit
+from ullage_common.config.engine import EngineConfig, ModelSection, kv_limit
 from ullage_common.request_cost import MemoryProfile
 from ullage_engine.protocol.worker_state import ReservationState
 from ullage_engine.scheduler.batch_plan import SchedulerLimits
@@ -36,6 +36,12 @@ class EngineHardware(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     device: str
     """Type of device: cpu or cuda."""
+    dtype: str = ""
+    """Data type of weights and activations, such as bfloat16 (empty if unknown)."""
+    quantization: str = ""
+    """Formats of the matrices, joined by +, such as int4+int8, or none (empty if unknown)."""
+    kv_dtype: str = ""
+    """Data type of the KV cache, such as bfloat16 or float8 (empty if unknown)."""
     max_model_len: int
     profile: MemoryProfile
     limits: SchedulerLimits
@@ -47,6 +53,48 @@ class EngineHardware(msgspec.Struct, frozen=True, kw_only=True):
     cost: StepCost
     overheads: Overheads
 
+    def mismatch(self, config: EngineConfig) -> str:
+        """Return why the figures do not hold for a configuration (empty if they do).
+
+        The reason is one line that names the field, the value and the remedy. A field of the
+        configuration that is auto is taken to mean what was measured.
+        """
+        model = config.model
+        if config.engine == "vllm":
+            return "engine: vllm is not replayed; only native engines are, so set native"
+        if config.device not in ("auto", self.device):
+            return _other("device", config.device, self.device)
+        if self._num_in_flight(config) > 1:
+            return (
+                f"parallelism.pipeline: {config.parallelism.pipeline} stages with several steps in "
+                "flight are not replayed; set 1 and more of parallelism.tensor instead"
+            )
+        if self.limits.max_in_flight > 1:
+            return (
+                f"limits.max_in_flight: {self.limits.max_in_flight} steps in flight, as in the "
+                "measured engine's pipeline, are not replayed; measure a service without a pipeline"
+            )
+        if self.dtype and model.dtype not in ("auto", self.dtype):
+            return _other("model.dtype", model.dtype, self.dtype)
+        if self.quantization and not _is_quantized_as(model.quantization, self.quantization):
+            return _other("model.quantization", model.quantization, self.quantization)
+        kv_dtype = _kv_dtype_of(model)
+        is_same_kv = kv_dtype == self.kv_dtype or (kv_dtype == "auto" and self.kv_dtype != "float8")
+        if self.kv_dtype and not is_same_kv:
+            return _other("model.kvDtype", kv_dtype, self.kv_dtype)
+        if model.max_model_len and model.max_model_len > self.max_model_len:
+            return (
+                f"model.maxModelLen: {model.max_model_len} is above the {self.max_model_len} that "
+                f"was measured; set {self.max_model_len} or less, or measure a service with "
+                f"{model.max_model_len}"
+            )
+        return ""
+
+    def _num_in_flight(self, config: EngineConfig) -> int:
+        """Return how many steps a configuration's pipeline has in flight, as the engine does."""
+        own = 1 if self.device == "cpu" else config.parallelism.pipeline
+        return min(config.parallelism.decode_batches or own, config.parallelism.pipeline)
+
     def resized(self, config: EngineConfig) -> "EngineHardware":
         """Return the engine as another configuration of the same model would size it.
 
@@ -54,12 +102,15 @@ class EngineHardware(msgspec.Struct, frozen=True, kw_only=True):
         whose sizes depend on these.
 
         Raises:
-            HardwareError: the configuration leaves no memory for KV.
+            HardwareError: the figures do not hold for the configuration, or it leaves no memory for
+                KV.
         """
+        if problem := self.mismatch(config):
+            raise HardwareError(f"pool {config.server.pool}: {problem}")
         batching = config.batching
         profile = self.profile
         limits = self.limits
-        max_model_len = min(self.max_model_len, config.model.max_model_len or self.max_model_len)
+        max_model_len = config.model.max_model_len or self.max_model_len
         chunk = batching.prefill_chunk_tokens
         prompt_tokens = limits.prompt_tokens if chunk is None else chunk or max_model_len
         resized = msgspec.structs.replace
@@ -135,18 +186,23 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     number holds. Engines that share nothing have no entry.
     """
 
-    def engine_of(self, pool: str, gpus: int) -> EngineHardware:
+    def engine_of(self, pool: str, config: EngineConfig) -> EngineHardware:
         """Return the measured engine of a pool, or else one with equally many GPUs.
 
+        An engine whose figures hold for the configuration goes before one whose do not.
+
         Raises:
-            HardwareError: no such engine has been measured.
+            HardwareError: another model has been measured, or no such engine.
         """
+        if config.model.name != self.model:
+            raise HardwareError(
+                f"pool {pool}: {_other('model.name', config.model.name, self.model)}"
+            )
+        gpus = config.gpus
         own = self.engines.get(pool)
-        if own and own.gpus == gpus:
-            return own
-        for other in self.engines.values():
-            if other.gpus == gpus:
-                return other
+        engines = [each for each in (own, *self.engines.values()) if each and each.gpus == gpus]
+        if engines:
+            return next((each for each in engines if not each.mismatch(config)), engines[0])
         measured = ", ".join(f"{name} with {e.gpus}" for name, e in self.engines.items())
         raise HardwareError(
             f"engines: none has the {gpus} GPUs of pool {pool} (measured: {measured}); "
@@ -185,6 +241,30 @@ def encode(hardware: Hardware) -> bytes:
     for name, engine in hardware.engines.items():
         values["engines"][name]["limits"] = engine.limits.as_json()
     return msgspec.json.encode(values)
+
+
+def _other(field: str, value: str, measured: str) -> str:
+    return (
+        f"{field}: {value!r} was not measured, but {measured!r} was; measure a service with "
+        f"{value!r}, or change the manifest to what was measured"
+    )
+
+
+def _is_quantized_as(quantization: str, formats: str) -> bool:
+    """Return whether an engine with this `model.quantization` may have matrices in these formats.
+
+    A quantised checkpoint keeps its own formats with auto and none.
+    """
+    if quantization in ("auto", "none"):
+        return True
+    stored = set(formats.split("+"))
+    # Any model's vocabulary may be int8, and its experts may be stored in MXFP4.
+    return quantization in stored and stored <= {quantization, "int8", "mxfp4"}
+
+
+def _kv_dtype_of(model: ModelSection) -> str:
+    """Return the data type of the KV cache, or auto if the engine chooses it by its device."""
+    return "float8" if model.kv_dtype == "fp8" else model.dtype
 
 
 def _replaced_limits(limits: SchedulerLimits, **changes: object) -> SchedulerLimits:

@@ -28,8 +28,6 @@ from ullage_replay.trace import TraceError, TraceRequest, read_trace
 from ullage_replay.virtual_time import StalledError
 
 ROUTER_FILE = "router.yaml"
-MEASURED = Path(__file__).with_name("measured")
-"""Folder of the hardware files that come with this package."""
 PROGRESS_AFTER_S = 2.0
 """Seconds after which a replay reports its progress, and between two reports."""
 _GARBAGE = 200_000
@@ -55,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     replaying.add_argument("--configs", type=Path, required=True, help="folder of configurations")
     replaying.add_argument("--pool", action="append", required=True, metavar="NAME=ENGINES")
     replaying.add_argument("--trace", type=Path, required=True)
-    replaying.add_argument("--hardware", required=True, metavar="FILE|NAME")
+    replaying.add_argument("--hardware", type=Path, required=True, metavar="FILE")
     replaying.add_argument("--ttft", type=float, help="objective in seconds")
     replaying.add_argument("--tpot", type=float, help="objective in seconds")
     replaying.add_argument("--json", action="store_true")
@@ -86,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_replay(options: argparse.Namespace) -> int:
     """Replay a trace, and print the summary."""
     trace = read_trace(options.trace)
-    hardware = find_hardware(options.hardware)
+    hardware = read_hardware(options.hardware)
     router = read_file(options.configs / ROUTER_FILE, RouterConfig)
     counts = {name: int(count) for name, _, count in (p.partition("=") for p in options.pool)}
     pools = {
@@ -133,25 +131,6 @@ class Progress:
         if time.perf_counter() >= self._due:
             self._due += PROGRESS_AFTER_S
             print(f"replayed {number} of {self._total} requests", file=sys.stderr)
-
-
-def find_hardware(name: str) -> Hardware:
-    """Read a hardware file, given by its path or by the name of one that comes with this package.
-
-    Raises:
-        HardwareError: there is no such file, or it is wrong.
-    """
-    path = Path(name)
-    if path.exists() or path.suffix:
-        return read_hardware(path)
-    own = MEASURED / f"{name}.json"
-    if not own.exists():
-        names = ", ".join(sorted(each.stem for each in MEASURED.glob("*.json"))) or "none"
-        raise HardwareError(
-            f"--hardware {name}: no such file or name (names: {names}); give a file, or make one "
-            "with ullage plan --measure"
-        )
-    return read_hardware(own)
 
 
 def run_measure(options: argparse.Namespace) -> int:

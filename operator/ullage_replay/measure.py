@@ -10,7 +10,7 @@ import contextlib
 import os
 import platform
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,7 +84,7 @@ async def measure(
         addresses: one engine of each pool.
 
     Raises:
-        MeasureError: an engine cannot be reached, or serves no profiles.
+        MeasureError: an engine cannot be reached, serves no profiles, or refuses all requests.
         FitError, TimelineError: the measurements do not determine a cost model.
     """
     engines = [_Engine(address) for address in addresses]
@@ -110,7 +110,8 @@ async def _measure(router: str, engines: Sequence["_Engine"], on_stage: OnStage)
     for engine in engines:
         on_stage(f"pool {engine.pool}: batches of every size")
         async with _Recorder(engine) as batches:
-            await engine.play_batches()
+            answers = await engine.play_batches()
+        _check_answers(f"pool {engine.pool}: batches", answers)
         cost = fit([step.measured for step in batches.steps])
 
         # Ordinary requests go through the router, whose work takes time of the same cores. It
@@ -120,6 +121,7 @@ async def _measure(router: str, engines: Sequence["_Engine"], on_stage: OnStage)
         try:
             on_stage(f"pool {engine.pool}: single requests")
             singles, single_steps = await _play_singles(engine, player)
+            _check_answers(f"pool {engine.pool}: single requests", singles.values())
             on_stage(f"pool {engine.pool}: random mixtures")
             mixed: dict[str, Played] = {}
             async with _Recorder(engine) as mixtures:
@@ -127,6 +129,7 @@ async def _measure(router: str, engines: Sequence["_Engine"], on_stage: OnStage)
                     name = f"{engine.pool}-{load}-"
                     answers = await player.play(engine.mixture(cost, load), name=name)
                     mixed |= {f"{name}{number}": each for number, each in enumerate(answers)}
+            _check_answers(f"pool {engine.pool}: random mixtures", mixed.values())
         finally:
             await player.close()
 
@@ -154,6 +157,16 @@ async def _measure(router: str, engines: Sequence["_Engine"], on_stage: OnStage)
         engines=measured,
         slowdown=slowdown,
     )
+
+
+def _check_answers(stage: str, answers: Iterable[Played]) -> None:
+    """Raise an error if all requests of a stage failed, so that nothing was measured."""
+    errors = [answer.error for answer in answers]
+    if errors and all(errors):
+        raise MeasureError(
+            f"{stage}: all {len(errors)} requests failed, the first one with {errors[0]}; look for "
+            "it in the service's logs, and measure again once a request is answered"
+        )
 
 
 class _Engine:
@@ -191,11 +204,12 @@ class _Engine:
         )
         return b"".join([each.chunk async for each in self._admin.Profile(request)])
 
-    async def play_batches(self) -> None:
+    async def play_batches(self) -> list[Played]:
         """Compute batches of every size up to the engine's largest, with contexts of all lengths.
 
-        The engine's memory limits the product of the two.
+        The engine's memory limits the product of the two. Return the answers.
         """
+        answers: list[Played] = []
         profile = self._profile
         tokens = 0.9 * profile.kv_pool_bytes / profile.growing_bytes_per_token
         most = self._headroom.max_sequences
@@ -209,7 +223,8 @@ class _Engine:
                     self.player.send(request, f"{self.pool}-{size}-{context}-{number}")
                     for number, request in enumerate(requests)
                 )
-                await asyncio.gather(*sent)
+                answers += await asyncio.gather(*sent)
+        return answers
 
     def mixture(self, cost: StepCost, load: float) -> list[TraceRequest]:
         """Return a random mixture that takes about this share of the engine's time."""
@@ -233,6 +248,9 @@ class _Engine:
         return EngineHardware(
             gpus=max(1, len(self.model.ranks)),
             device=facts.get("device", "cpu"),
+            dtype=facts.get("dtype", ""),
+            quantization=facts.get("quantization", ""),
+            kv_dtype=facts.get("kv_dtype", ""),
             max_model_len=self.model.max_model_len,
             profile=self._profile,
             limits=timeline.limits,
@@ -351,7 +369,9 @@ async def _slowdown(
         for recorder in recorders:
             await stack.enter_async_context(recorder)
         plays = [each.player.play(each.mixture(measured[each.pool].cost, 0.9)) for each in engines]
-        await asyncio.gather(*plays)
+        answers = await asyncio.gather(*plays)
+    for engine, played in zip(engines, answers, strict=True):
+        _check_answers(f"pool {engine.pool}: all pools at once", played)
 
     seconds = predicted = 0.0
     for engine, recorder in zip(engines, recorders, strict=True):

@@ -96,7 +96,9 @@ def summarize(replay: Replay) -> Summary:
         ttft_s=quantiles(o.ttft_s for o in outcomes if o.ttft_s is not None),
         inter_token_s=quantiles(all_gaps(outcomes)),
         output_tokens=output_tokens,
-        output_tokens_per_second=round(output_tokens / replay.duration_s, 2),
+        output_tokens_per_second=(
+            round(output_tokens / replay.duration_s, 2) if replay.duration_s else 0.0
+        ),
         preemptions=sum(engine.num_preemptions for engine in replay.engines),
         engines=[_engine(each) for each in replay.engines],
     )

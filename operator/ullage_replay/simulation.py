@@ -109,7 +109,7 @@ def replay(
         HardwareError: no engine like a pool's was measured, or a pool's memory is too small.
     """
     sized = {
-        name: hardware.engine_of(name, pool.config.gpus).resized(pool.config)
+        name: hardware.engine_of(name, pool.config).resized(pool.config)
         for name, pool in pools.items()
     }
     loop = VirtualLoop()

@@ -21,6 +21,8 @@ MOONCAKE_BLOCK = 512
 """Tokens for which one of Mooncake's `hash_ids` stands."""
 MAX_TOKENS = 1 << 24
 """Largest number of tokens in a field. A larger one is a mistake, such as a number of bytes."""
+MAX_FIRST_S = 7 * 86400.0
+"""Latest arrival of the first row in seconds. A later one is a mistake, such as a Unix time."""
 
 AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 FIELDS = (*("at", "prompt_tokens", "output_tokens", "max_tokens", "session", "prefix", "priority"),)
@@ -80,6 +82,7 @@ EXAMPLE = '{"at": 0.5, "prompt_tokens": 200, "output_tokens": 64}'
 
 def _json_rows(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
     first_ms: float | None = None
+    is_first = True
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -94,11 +97,18 @@ def _json_rows(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
         if "timestamp" in row:
             _check_fields(place, row, MOONCAKE_FIELDS)
             at_ms = _number(place, row, "timestamp")
-            first_ms = at_ms if first_ms is None else min(first_ms, at_ms)
+            first_ms = at_ms if first_ms is None else first_ms
             yield _mooncake_request(place, row, at_ms - first_ms)
         else:
             _check_fields(place, row, FIELDS)
-            yield _own_request(place, row)
+            request = _own_request(place, row)
+            if is_first and request.at > MAX_FIRST_S:
+                raise TraceError(
+                    f"{place}: at: {row['at']!r} is more than a week; "
+                    "write seconds from the beginning of the trace"
+                )
+            is_first = False
+            yield request
 
 
 def _own_request(place: str, row: Row) -> TraceRequest:

@@ -24,7 +24,9 @@ def files(tmp_path: Path, hardware: Hardware) -> tuple[str, str]:
     ]
     trace.write_text("\n".join(map(json.dumps, rows)))
     path = tmp_path / "hardware.json"
-    write_hardware(path, hardware)
+    engine = msgspec.structs.replace(hardware.engines["single"], max_model_len=8192)
+    own = msgspec.structs.replace(hardware, model="smollm2-135m", engines={"single": engine})
+    write_hardware(path, own)
     return str(trace), str(path)
 
 
@@ -61,12 +63,33 @@ def test_wrong_options_name_the_remedy(
         (*plan, "--trace", str(wrong), "--hardware", hardware): (
             "wrong.jsonl:1: prompt_tokens: 'many' is no number of tokens"
         ),
-        (*plan, "--trace", trace, "--hardware", "nowhere"): "--hardware nowhere: no such file or",
+        (*plan, "--trace", trace, "--hardware", "nowhere"): (
+            "nowhere: No such file or directory; measure one with --measure"
+        ),
         (*plan, "--trace", trace, "--hardware", str(wrong)): "measure it again with --measure",
     }
     for arguments, message in cases.items():
         assert main(arguments) == 2, arguments
         assert message in capfd.readouterr().err
+
+
+def test_the_help_offers_no_names_of_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = capsys.readouterr().out
+    assert "--hardware FILE" in text
+    assert "NAME" not in text
+
+
+def test_a_hardware_file_of_another_model_is_refused(
+    files: tuple[str, str], hardware: Hardware, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trace, path = files
+    write_hardware(Path(path), hardware)
+    assert main(["plan", "-f", str(EXAMPLE), "--trace", trace, "--hardware", path]) == 2
+    assert "pool single: model.name: 'smollm2-135m' was not measured, but 'm' was; measure" in (
+        capfd.readouterr().err
+    )
 
 
 def test_a_hardware_file_is_read_as_it_was_written(tmp_path: Path, hardware: Hardware) -> None:

@@ -4,12 +4,14 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ullage_common.config.engine import EngineConfig
 from ullage_common.config.router import RouterConfig
 from ullage_replay.fast_forward import FastForward
 from ullage_replay.hardware import Hardware, HardwareError
@@ -213,8 +215,9 @@ def test_the_search_finds_the_fewest_engines(
 def test_another_configuration_resizes_the_engine(
     hardware: Hardware, make_pools: MakePools
 ) -> None:
-    measured = hardware.engine_of("single", 1)
-    resized = measured.resized(make_pools(kv_mib=16, sequences=4)["single"].config)
+    config = make_pools(kv_mib=16, sequences=4)["single"].config
+    measured = hardware.engine_of("single", config)
+    resized = measured.resized(config)
     assert resized.profile.kv_pool_bytes == 16 * MIB
     assert resized.limits.max_sequences == 4
     # Fewer rows need smaller buffers, of 1 KiB each in this file.
@@ -222,7 +225,109 @@ def test_another_configuration_resizes_the_engine(
     with pytest.raises(HardwareError, match="a prompt chunk of 128 tokens needs"):
         measured.resized(make_pools(kv_mib=1)["single"].config)
     with pytest.raises(HardwareError, match="none has the 4 GPUs of pool large"):
-        hardware.engine_of("large", 4)
+        hardware.engine_of("large", msgspec.structs.replace(config, gpus=4))
+
+
+def changed(config: EngineConfig, path: str, value: object) -> EngineConfig:
+    """Return a configuration with another value of one field, such as `model.dtype`."""
+    document = msgspec.to_builtins(config)
+    *sections, field = path.split(".")
+    inner = document
+    for section in sections:
+        inner = inner[section]
+    inner[field] = value
+    return msgspec.convert(document, EngineConfig)
+
+
+FACTS = {"dtype": "bfloat16", "quantization": "int4+int8", "kv_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("engine", "vllm", "engine: vllm is not replayed; only native engines are"),
+        ("device", "cuda", "device: 'cuda' was not measured, but 'cpu' was; measure a service"),
+        ("model.name", "n", "model.name: 'n' was not measured, but 'm' was; measure a service"),
+        ("model.dtype", "float16", "model.dtype: 'float16' was not measured, but 'bfloat16' was"),
+        ("model.quantization", "int8", "quantization: 'int8' was not measured, but 'int4.int8'"),
+        ("model.kv_dtype", "fp8", "model.kvDtype: 'float8' was not measured, but 'bfloat16' was"),
+        ("model.max_model_len", 4097, "maxModelLen: 4097 is above the 4096 that was measured; set"),
+    ],
+)
+def test_a_service_that_was_not_measured_is_refused(
+    hardware: Hardware,
+    router: RouterConfig,
+    make_pools: MakePools,
+    field: str,
+    value: object,
+    message: str,
+) -> None:
+    engine = msgspec.structs.replace(hardware.engines["single"], **FACTS)
+    measured = msgspec.structs.replace(hardware, engines={"single": engine})
+    trace = [TraceRequest(at=0.0, prompt_tokens=10, output_tokens=2)]
+    config = make_pools()["single"].config
+    assert replay(trace, router, {"single": PoolPlan(config, 1)}, measured).outcomes
+
+    other = PoolPlan(changed(config, field, value), 1)
+    with pytest.raises(HardwareError, match=f"^pool single: .*{message}"):
+        replay(trace, router, {"single": other}, measured)
+
+
+def test_auto_is_what_was_measured_except_for_float8(
+    hardware: Hardware, make_pools: MakePools
+) -> None:
+    config = make_pools()["single"].config
+    engine = msgspec.structs.replace(hardware.engines["single"], **FACTS)
+    for path, value in (
+        ("model.dtype", "bfloat16"),
+        ("model.quantization", "int4"),
+        ("model.quantization", "none"),
+        ("model.max_model_len", 4096),
+        ("device", "auto"),
+        ("engine", "native"),
+    ):
+        assert not engine.mismatch(changed(config, path, value)), path
+    float8 = msgspec.structs.replace(engine, kv_dtype="float8")
+    assert "'auto' was not measured, but 'float8' was" in float8.mismatch(config)
+    assert not float8.mismatch(changed(config, "model.kv_dtype", "fp8"))
+    # A file without these facts tells nothing about them.
+    plain = hardware.engines["single"]
+    assert not plain.mismatch(changed(config, "model.kv_dtype", "fp8"))
+
+    # KV has the type of activations if the manifest names one.
+    wide = msgspec.structs.replace(engine, dtype="float32")
+    assert "model.kvDtype: 'float32' was not measured, but 'bfloat16' was" in wide.mismatch(
+        changed(config, "model.dtype", "float32")
+    )
+
+
+def test_a_pool_gets_the_measured_engine_whose_figures_hold(
+    hardware: Hardware, make_pools: MakePools
+) -> None:
+    one = msgspec.structs.replace(hardware.engines["single"], **FACTS)
+    float8 = msgspec.structs.replace(one, kv_dtype="float8")
+    measured = msgspec.structs.replace(hardware, engines={"single": one, "large": float8})
+    config = changed(make_pools()["single"].config, "model.kv_dtype", "fp8")
+    assert measured.engine_of("other", config) is float8
+
+
+def test_pipelined_engines_are_refused_by_name(
+    hardware: Hardware, router: RouterConfig, make_pools: MakePools
+) -> None:
+    trace = [TraceRequest(at=0.0, prompt_tokens=10, output_tokens=2)]
+    engine = hardware.engines["single"]
+    limits = replace(engine.limits, max_in_flight=2)
+    pipelined = msgspec.structs.replace(engine, limits=limits)
+    measured = msgspec.structs.replace(hardware, engines={"single": pipelined})
+    with pytest.raises(HardwareError, match=r"limits\.max_in_flight: 2 steps in flight"):
+        replay(trace, router, make_pools(), measured)
+
+    config = make_pools()["single"].config
+    stages = changed(config, "parallelism.pipeline", 2)
+    assert not engine.mismatch(stages)  # on a CPU, one step at a time
+    on_gpu = changed(stages, "device", "cuda")
+    cuda = msgspec.structs.replace(engine, device="cuda")
+    assert "parallelism.pipeline: 2 stages with several steps" in cuda.mismatch(on_gpu)
 
 
 def test_a_summary_is_a_table_and_json(
@@ -237,6 +342,17 @@ def test_a_summary_is_a_table_and_json(
     tail = quantiles(range(1, 101))
     assert tail is not None
     assert (tail.p50, tail.p95, tail.p99) == (50, 95, 99)
+
+
+def test_a_summary_of_refusals_at_once_has_no_tokens(
+    hardware: Hardware, router: RouterConfig, make_pools: MakePools
+) -> None:
+    trace = [TraceRequest(at=0.0, prompt_tokens=5000, output_tokens=9)]
+    result = replay(trace, router, make_pools(), hardware)
+    assert result.duration_s == 0.0
+    summary = summarize(result)
+    assert (summary.refused, summary.output_tokens_per_second) == (1, 0.0)
+    assert "refused            1" in as_table(summary)
 
 
 def test_virtual_time_jumps_and_never_goes_back() -> None:

@@ -43,6 +43,22 @@ def test_mooncakes_rows_begin_at_the_first_timestamp(tmp_path: Path) -> None:
     assert (len(first), len(second)) == (700, 600)
 
 
+def test_mooncakes_first_row_must_be_the_earliest(tmp_path: Path) -> None:
+    row = '{"timestamp": %d, "input_length": 7, "output_length": 5, "hash_ids": []}\n'
+    rows = trace_of(tmp_path, row % 27000 + row % 29000 + row % 28000)
+    assert [each.at for each in rows] == [0.0, 1.0, 2.0]
+    with pytest.raises(TraceError, match=":3: timestamp: 26000 is before the first row's; sort"):
+        trace_of(tmp_path, row % 27000 + row % 29000 + row % 26000)
+
+
+def test_unix_times_are_refused(tmp_path: Path) -> None:
+    row = '{"at": %d, "prompt_tokens": 1, "output_tokens": 1}\n'
+    wanted = ":1: at: 1790000000 is more than a week; write seconds from the beginning of the trace"
+    with pytest.raises(TraceError, match=wanted):
+        trace_of(tmp_path, row % 1_790_000_000)
+    assert trace_of(tmp_path, row % 604_800 + row % 604_801)[1].at == 604_801.0
+
+
 def test_azures_rows_have_seven_digits_of_a_second(tmp_path: Path) -> None:
     rows = trace_of(
         tmp_path,
