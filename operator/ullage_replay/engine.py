@@ -62,7 +62,7 @@ class EngineClient(Protocol):
 
 
 @dataclass(slots=True)
-class Answer:
+class SimulatedAnswer:
     """The answer that the trace prescribes to a request."""
 
     num_prompt_tokens: int
@@ -138,7 +138,7 @@ class _Runner:
         self._next_event = next_event
         self.report_due = 0.0
         """Time from which the worker reports its state after a step."""
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, SimulatedAnswer] = {}
         """Answers of the worker's requests, by request id."""
         self.throughput = StepwiseThroughput()
         self.pause_s = 0.0
@@ -314,7 +314,7 @@ class EngineServer:
         return self._started.ledger
 
     def submit(
-        self, request: EngineRequest, answer: Answer, client: EngineClient
+        self, request: EngineRequest, answer: SimulatedAnswer, client: EngineClient
     ) -> tuple[str, ...]:
         """Send a request to the worker. Return the limits that memory pressure lowered."""
         section = self.config.degrade

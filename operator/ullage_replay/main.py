@@ -21,7 +21,7 @@ from ullage_replay.cost import FitError
 from ullage_replay.hardware import Hardware, HardwareError, read_hardware, write_hardware
 from ullage_replay.measure import EngineAddress, MeasureError, measure
 from ullage_replay.report import Summary, as_json, as_table, summarize
-from ullage_replay.search import Objectives, find_engines
+from ullage_replay.search import ReplayObjectives, find_engines
 from ullage_replay.simulation import PoolPlan, replay
 from ullage_replay.timeline import TimelineError
 from ullage_replay.trace import TraceError, TraceRequest, read_trace
@@ -95,7 +95,7 @@ def run_replay(options: argparse.Namespace) -> int:
     gc.freeze()
     gc.set_threshold(_GARBAGE)
     summary = _replayed(trace, router, pools, hardware)
-    objectives = Objectives(options.ttft, options.tpot)
+    objectives = ReplayObjectives(options.ttft, options.tpot)
     if objectives.as_json:
         first = next(iter(pools))
 
@@ -116,10 +116,10 @@ def _replayed(
     pools: dict[str, PoolPlan],
     hardware: Hardware,
 ) -> Summary:
-    return summarize(replay(trace, router, pools, hardware, Progress(len(trace))))
+    return summarize(replay(trace, router, pools, hardware, ProgressLine(len(trace))))
 
 
-class Progress:
+class ProgressLine:
     """Prints how many requests have been replayed, once the replay has taken a while."""
 
     def __init__(self, total: int) -> None:

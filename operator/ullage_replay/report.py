@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from ullage_replay.simulation import EngineOutcome, Outcome, Replay
+from ullage_replay.simulation import EngineOutcome, Replay, ReplayOutcome
 
 MIB = 1 << 20
 ACTIONS = {
@@ -119,7 +119,7 @@ def _engine(engine: EngineOutcome) -> EngineSummary:
     )
 
 
-def all_gaps(outcomes: Iterable[Outcome]) -> "array[float]":
+def all_gaps(outcomes: Iterable[ReplayOutcome]) -> "array[float]":
     """Return the seconds between tokens of all answers."""
     gaps = array("d")
     for outcome in outcomes:

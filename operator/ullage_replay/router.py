@@ -34,7 +34,7 @@ _MODEL = "replayed"
 """Fingerprint of the model of all engines."""
 
 
-class Router:
+class SimulatedRouter:
     """Admits requests to engines, as the router of a service does.
 
     Args:

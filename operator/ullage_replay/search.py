@@ -12,7 +12,7 @@ MOST_ENGINES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Objectives:
+class ReplayObjectives:
     """Objectives for the 95th percentiles, in seconds, or None for no objective."""
 
     ttft_s: float | None = None
@@ -40,7 +40,7 @@ def _is_within(values: Quantiles | None, limit: float | None) -> bool:
 def find_engines(
     replay: Callable[[int], Summary],
     pools: Mapping[str, int],
-    objectives: Objectives,
+    objectives: ReplayObjectives,
     planned: Summary,
 ) -> Summary:
     """Return the summary of the planned service, with the engines that the objectives need.

@@ -13,9 +13,9 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.flow_control import SendPace
 from ullage_engine.protocol.messages import Rejected
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
-from ullage_replay.engine import Answer, EngineServer, Machine
+from ullage_replay.engine import EngineServer, Machine, SimulatedAnswer
 from ullage_replay.hardware import Hardware
-from ullage_replay.router import Router
+from ullage_replay.router import SimulatedRouter
 from ullage_replay.tokens import STOP, TokenSource
 from ullage_replay.trace import TraceRequest
 from ullage_replay.virtual_time import VirtualLoop, run
@@ -42,7 +42,7 @@ class PoolPlan:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayOutcome:
     """How one request ended. Every request of a trace has exactly one outcome."""
 
     request: TraceRequest
@@ -89,7 +89,7 @@ class EngineOutcome:
 class Replay:
     """The result of a replay."""
 
-    outcomes: list[Outcome]
+    outcomes: list[ReplayOutcome]
     """Outcomes in order of arrival."""
     engines: list[EngineOutcome]
     duration_s: float
@@ -147,11 +147,11 @@ class _Simulation:
         for servers in self._servers.values():
             for server in servers:
                 server.start()
-        router = Router(self._config, self._servers)
+        router = SimulatedRouter(self._config, self._servers)
         await asyncio.sleep(_READY_S)
         began = self._loop.time()
 
-        tasks: list[asyncio.Task[Outcome]] = []
+        tasks: list[asyncio.Task[ReplayOutcome]] = []
         for number, request in enumerate(self._trace):
             await asyncio.sleep(began + request.at - self._loop.time())
             client = _Client(str(number), request, self._tokens, router)
@@ -174,20 +174,22 @@ class _Client:
     """Sends one request through the router, as often as the router would retry it."""
 
     def __init__(
-        self, name: str, request: TraceRequest, tokens: TokenSource, router: Router
+        self, name: str, request: TraceRequest, tokens: TokenSource, router: SimulatedRouter
     ) -> None:
         self._name = name
         self._request = request
         self._tokens = tokens
         self._router = router
 
-    async def run(self) -> Outcome:
+    async def run(self) -> ReplayOutcome:
         """Serve the request to its end."""
         request = self._request
         token_ids = self._tokens.prompt(request)
-        answer = Answer(len(token_ids), request.output_tokens, self._tokens.output(request))
+        answer = SimulatedAnswer(
+            len(token_ids), request.output_tokens, self._tokens.output(request)
+        )
         call = self._router.call(self._name, request, token_ids)
-        outcome = Outcome(request, "refused", "", "")
+        outcome = ReplayOutcome(request, "refused", "", "")
         try:
             async with asyncio.timeout(call.deadline.remaining_s):
                 await self._until_answered(call, answer, outcome)
@@ -199,7 +201,9 @@ class _Client:
         outcome.end_s = max(outcome.ttft_s or 0.0, time.monotonic() - call.record.arrived)
         return outcome
 
-    async def _until_answered(self, call: Call, answer: Answer, outcome: Outcome) -> None:
+    async def _until_answered(
+        self, call: Call, answer: SimulatedAnswer, outcome: ReplayOutcome
+    ) -> None:
         self._router.on_request()
         refused_by: dict[str, int] = {}
         while True:
@@ -216,7 +220,7 @@ class _Client:
             refused_by[engine.key] = engine.reports
             call.decisions.add_step("engine", "KV_HEADROOM", degraded=call.prompt.degraded)
 
-    def _note_decision(self, call: Call, outcome: Outcome) -> None:
+    def _note_decision(self, call: Call, outcome: ReplayOutcome) -> None:
         decision = call.decisions.latest
         outcome.action = decision.action
         outcome.reason = decision.reason or outcome.reason
@@ -231,11 +235,11 @@ class _Attempt:
 
     def __init__(
         self,
-        router: Router,
+        router: SimulatedRouter,
         reservation: Reservation,
         call: Call,
-        answer: Answer,
-        outcome: Outcome,
+        answer: SimulatedAnswer,
+        outcome: ReplayOutcome,
         first_token: asyncio.Timeout,
     ) -> None:
         self._reservation = reservation

@@ -16,8 +16,8 @@ from ullage_common.config.router import RouterConfig
 from ullage_replay.fast_forward import FastForward
 from ullage_replay.hardware import Hardware, HardwareError
 from ullage_replay.report import Summary, as_json, as_table, quantiles, summarize
-from ullage_replay.search import Objectives, find_engines
-from ullage_replay.simulation import Outcome, PoolPlan, Replay, replay
+from ullage_replay.search import ReplayObjectives, find_engines
+from ullage_replay.simulation import PoolPlan, Replay, ReplayOutcome, replay
 from ullage_replay.trace import TraceRequest
 from ullage_replay.virtual_time import StalledError, VirtualLoop, run
 
@@ -37,7 +37,7 @@ def poisson(count: int, per_second: float, seed: int = 0) -> list[TraceRequest]:
     return trace
 
 
-def seen(outcome: Outcome) -> tuple[object, ...]:
+def seen(outcome: ReplayOutcome) -> tuple[object, ...]:
     """Return what a client can tell, with times to the microsecond."""
     gaps = [round(gap, 6) for gap in outcome.token_gaps_s]
     ttft = outcome.ttft_s and round(outcome.ttft_s, 6)
@@ -199,7 +199,7 @@ def test_the_search_finds_the_fewest_engines(
     def with_engines(count: int) -> Summary:
         return summarize(replay(trace, router, make_pools(count), hardware))
 
-    objectives = Objectives(ttft_s=0.8, tpot_s=None)
+    objectives = ReplayObjectives(ttft_s=0.8, tpot_s=None)
     found = find_engines(with_engines, {"single": 1}, objectives, with_engines(1))
     assert found.engines_needed is not None
     needed = found.engines_needed["single"]
@@ -207,7 +207,9 @@ def test_the_search_finds_the_fewest_engines(
     assert objectives.are_met(with_engines(needed))
     assert not objectives.are_met(with_engines(needed - 1))
 
-    never = find_engines(with_engines, {"single": 1}, Objectives(ttft_s=0.001), with_engines(1))
+    never = find_engines(
+        with_engines, {"single": 1}, ReplayObjectives(ttft_s=0.001), with_engines(1)
+    )
     assert never.engines_needed is None
     assert "no number of engines" in as_table(never)
 
