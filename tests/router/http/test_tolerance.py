@@ -113,6 +113,27 @@ def test_fields_reach_the_engine(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_marks_for_the_router_do_not_end_the_text(start_service: "StartService") -> None:
+    """The router wants special tokens for calls, and the client wants stop strings only."""
+
+    async def scenario() -> None:
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}<|channel|>"
+        async with start_service(template=template) as service:
+            for more, omits in (
+                ({"include_stop_str_in_output": True}, True),
+                ({"include_stop_str_in_output": True, "skip_special_tokens": False}, False),
+                ({}, False),
+            ):
+                answer = await service.chat(**more)
+                assert answer.status_code == 200, answer.text
+                sent = service.engine.requests[-1].output
+                assert sent.special_tokens
+                assert sent.omit_special_stop is omits
+                assert sent.include_stop is ("include_stop_str_in_output" in more)
+
+    asyncio.run(scenario())
+
+
 # --- What is ignored ---
 
 
