@@ -275,6 +275,10 @@ def test_a_prompt_is_cut_to_its_end(start_service: "StartService") -> None:
                 )
                 assert answer.status_code == 200, answer.text
                 assert decode(answer.json()["choices"][0]["prompt_token_ids"]) == kept
+                answer = await service.complete(
+                    prompt, truncate_prompt_tokens=most, max_tokens=max_tokens, echo=True
+                )
+                assert answer.json()["choices"][0]["text"] == kept + "Hello big world"
             chat = await service.chat("z" * 120, truncate_prompt_tokens=11, return_token_ids=True)
             assert decode(chat.json()["prompt_token_ids"]) == "<assistant>"
             for wrong in (0, -2):
