@@ -177,6 +177,7 @@ class JournalEntry:
             reasoning=job.reasoning,
             include_stop=job.include_stop,
         )
+        self._is_special = token_bytes.is_special
         self._update = Update(text=prefix)
         self._news = news
         self._pace = pace
@@ -343,12 +344,17 @@ class JournalEntry:
         for place, token_id in enumerate(token_ids):
             self._report(logprobs[place : place + 1])
             # The token that ends the answer counts, but usually it has no text.
-            is_text = finish != "stop" or place < last or self.job.include_stop
+            is_text = finish != "stop" or place < last or self._shows_stop(token_id)
             self._append_token(token_id, is_text)
             if self.is_over:
                 return
         if finish:
             self.end(finish)
+
+    def _shows_stop(self, token_id: int) -> bool:
+        """Return whether the token has text if it ends the answer."""
+        job = self.job
+        return job.include_stop and not (job.omit_special_stop and self._is_special(token_id))
 
     def _report(self, logprobs: list[TokenLogprobs]) -> None:
         self._update.logprobs.extend(logprobs)

@@ -137,6 +137,8 @@ class ValidatedRequest:
     """Marks around reasoning, in which stop strings do not count. Empty if there is none."""
     include_stop: bool = False
     """Whether the output text includes the stop string or the stop token that ended it."""
+    omit_special_stop: bool = False
+    """Whether the output text nevertheless omits a special token that ended it."""
     samples: SamplePlan = field(default_factory=SamplePlan)
     degraded: tuple[str, ...] = ()
     """Limits that were lowered due to memory pressure, as `name=value`."""
@@ -236,6 +238,7 @@ def validated_request(
         special_tokens=request.output.special_tokens,
         reasoning=(request.reasoning.begin, request.reasoning.end),
         include_stop=request.output.include_stop,
+        omit_special_stop=request.output.omit_special_stop,
         samples=samples,
         received=tuple(
             PartialAnswer(list(one.token_ids), one.text_length, _REASONS.get(one.reason))

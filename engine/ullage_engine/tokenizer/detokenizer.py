@@ -37,6 +37,10 @@ class TokenBytes:
         self.problem = "" if is_supported else _UNSUPPORTED.format(decoder[:80])
         self._known: dict[int, bytes] = {}
 
+    def is_special(self, token_id: int) -> bool:
+        """Return whether the token is special."""
+        return token_id in self._special
+
     def text_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to the text."""
         return b"" if token_id in self._special else self.spelling(token_id)

@@ -54,6 +54,10 @@ class Body:
         self.num_bytes = len(data)
         self._data = data
 
+    def peek(self) -> bytes:
+        """Return the bytes, which stay here. Call this before `take`."""
+        return self._data
+
     def take(self) -> bytes:
         """Return the bytes, and drop this object's reference to them. Call this only once."""
         data = self._data

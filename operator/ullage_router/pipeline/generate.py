@@ -308,8 +308,11 @@ class Generation:
             write_cached(finished.usage, self.accepted)
 
     def _prompt_text(self) -> str:
+        request = self._call.request
         prompt = self._reservation.prompt
-        return self._call.request.text or prompt.model.decode(prompt.token_ids)
+        if request.text and not request.truncate_prompt_tokens:
+            return request.text
+        return prompt.model.decode(prompt.token_ids)
 
     async def _resume(self, error: ServiceError) -> None:
         self._stream.close()

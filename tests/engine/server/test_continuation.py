@@ -139,6 +139,35 @@ def test_a_stop_token_can_have_its_text(serve: Serve, fake: ModuleType) -> None:
     asyncio.run(scenario())
 
 
+def test_a_special_stop_token_has_text_only_where_the_client_wants_it(
+    serve: Serve, fake: ModuleType
+) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            texts = []
+            for omits in (False, True):
+                output = pb.OutputOptions(
+                    delta_token_ids=True,
+                    special_tokens=True,
+                    include_stop=True,
+                    omit_special_stop=omits,
+                )
+                request = ask(fake.Script.ENDS_AFTER_FIVE, 2, 3, output=output)
+                texts.append(text(await check_every_cut(engine, request)))
+            assert texts[0].startswith(texts[1])
+            assert texts[0].removeprefix(texts[1]) in ("<|im_end|>", "<|endoftext|>")
+
+            last = tokens(await responses(engine, ask()))[5]
+            stop = pb.StopConditions(stop_token_ids=[last])
+            with_text = [
+                text(await check_every_cut(engine, ask(stop=stop, output=each)))
+                for each in (output, pb.OutputOptions(delta_token_ids=True, include_stop=True))
+            ]
+            assert with_text[0] == with_text[1]
+
+    asyncio.run(scenario())
+
+
 def test_an_answer_that_had_ended_ends(serve: Serve, fake: ModuleType) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.002) as engine:

@@ -4,11 +4,15 @@ import asyncio
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
 
 import grpc
 import pytest
 
+from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
+from ullage_router.call import Call
+from ullage_router.http.openai.many_prompts import ManyPrompts
 
 if TYPE_CHECKING:
     StartService = Any
@@ -164,3 +168,21 @@ def test_quotas_count_each(start_service: "StartService", tmp_path: Path) -> Non
             assert int(answer.headers["retry-after"]) > 0
 
     asyncio.run(scenario())
+
+
+def test_the_body_stays_charged_until_each_prompt_is_rendered() -> None:
+    """A prompt that is put back and rendered again does not count for another."""
+    released: list[bool] = []
+    first = MagicMock(spec=Call)
+    first.tenant.max_concurrency = 1
+    first.record.request_id = "a"
+    first.record.arrived = 0.0
+    first.replace_key = first.idempotency_key = ""
+    first.release_body = lambda: released.append(True)
+    requests = [inference_pb2.GenerateRequest(text=text) for text in "ab"]
+    many = ManyPrompts(MagicMock(), first, requests, 1, 10.0, 10.0)
+    many._call(0).release_body()
+    many._call(0).release_body()
+    assert not released
+    many._call(1).release_body()
+    assert released

@@ -186,6 +186,71 @@ def test_a_call_whole_and_streamed(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_text_after_a_call_is_a_block(start_service: "StartService") -> None:
+    """However the answer is cut into tokens, and however many of them come together."""
+
+    async def scenario() -> None:
+        async with start_service(template=HERMES) as service:
+            text = f"Hm\n<tool_call>{CALL}</tool_call> So it is."
+            for cut in range(1, len(text)):
+                service.engine.script.words = (text[:cut], text[cut:])
+                message = (await send(service, tools=[WEATHER])).json()
+                before, call, after = message["content"]
+                assert before["text"] == "Hm"
+                assert call["input"] == {"city": "Oslo"}
+                assert after["text"].strip() == "So it is."
+                assert message["stop_reason"] == "tool_use"
+
+    asyncio.run(scenario())
+
+
+EMPTY = CALL.replace('"city": "Oslo"', "")
+BROKEN = CALL[:-1] + "; oops"
+
+
+@pytest.mark.parametrize(
+    ("words", "cut", "content", "reason"),
+    [
+        ((f"<tool_call>{BROKEN}",), False, [BROKEN[BROKEN.index('{"city') :]], "end_turn"),
+        ((f"<tool_call>{CALL[:-6]}",), True, ['{"city": "O'], "max_tokens"),
+        (
+            (f"<tool_call>{CALL}</tool_call><tool_call>{CALL[:-6]}",),
+            False,
+            [{"city": "Oslo"}, '{"city": "O'],
+            "tool_use",
+        ),
+        ((f"<tool_call>{EMPTY}</tool_call>",), False, [{}], "tool_use"),
+    ],
+    ids=["broken", "cut", "second-cut", "empty"],
+)
+def test_only_whole_calls_are_calls(
+    start_service: "StartService", words: Any, cut: bool, content: list[Any], reason: str
+) -> None:
+    async def scenario() -> None:
+        async with start_service(template=HERMES) as service:
+            service.engine.script.words = words
+            if cut:
+                service.engine.script.reason = inference_pb2.FINISH_REASON_LENGTH
+            message = (await send(service, tools=[WEATHER])).json()
+            found = [block.get("input", block.get("text")) for block in message["content"]]
+            assert found == content
+            assert message["stop_reason"] == reason
+
+            streamed: list[Any] = []
+            for event in await events(service, tools=[WEATHER]):
+                if event["type"] == "content_block_start":
+                    streamed.append("")
+                if event["type"] == "content_block_delta":
+                    delta = event["delta"]
+                    streamed[-1] += delta.get("text", delta.get("partial_json"))
+                if event["type"] == "message_delta":
+                    assert event["delta"]["stop_reason"] == reason
+            wanted = [each if isinstance(each, str) else json.dumps(each) for each in content]
+            assert streamed == wanted
+
+    asyncio.run(scenario())
+
+
 def test_thoughts_come_where_they_are_asked_for(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service(template=HARMONY) as service:

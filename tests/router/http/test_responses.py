@@ -14,6 +14,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.http.limits import BodyRoom, HTTPLimits
 from ullage_router.http.messages import Request
 from ullage_router.http.responses.store import OVERHEAD_BYTES, ResponseStore
+from ullage_router.intake import IntakeThread
 
 if TYPE_CHECKING:
     Service = Any
@@ -203,7 +204,10 @@ def test_reasoning_is_an_item(start_service: "StartService") -> None:
             thought, said = answer.output
             assert (thought.type, thought.content[0].text) == ("reasoning", "Hm, so")
             assert said.content[0].text == "Yes"
-            assert answer.usage.output_tokens_details.reasoning_tokens == 1
+            # The second token has four characters of the reasoning and three of the text.
+            assert answer.usage.output_tokens_details.reasoning_tokens == 2
+            chat = (await service.chat()).json()
+            assert chat["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
 
             stream = await service.openai.responses.create(model="tiny", input="Hi", stream=True)
             kinds = [event.type async for event in stream]
@@ -368,6 +372,86 @@ def test_a_stored_response_is_continued_read_and_deleted(start_service: "StartSe
             unstored = await responses.create(model="tiny", input="Hi", store=False)
             with pytest.raises(openai.NotFoundError):
                 await responses.retrieve(unstored.id)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_id_that_comes_twice_replaces_no_response(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(**STORING) as service:
+            ask: Any = {"model": "tiny", "input": "Hi", "extra_headers": {"x-request-id": "mine"}}
+            first = await service.openai.responses.create(**ask)
+            service.engine.script.words = ("Bye",)
+            second = await service.openai.responses.create(**ask)
+            assert first.id != second.id
+            for answer, said in ((first, WORDS), (second, "Bye")):
+                found = await service.openai.responses.retrieve(answer.id)
+                assert found.output_text == said
+
+            unstored = await service.openai.responses.create(**ask, store=False)
+            assert unstored.id == "resp_mine"
+
+    asyncio.run(scenario())
+
+
+def test_a_long_conversation_is_charged_and_read_beside_the_event_loop(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with start_service(**STORING) as service:
+            first = await service.openai.responses.create(
+                model="tiny", input="x" * 1000, max_output_tokens=5
+            )
+            steps: list[tuple[str, int]] = []
+            run = IntakeThread.run
+            charge = Request.charge
+
+            async def noted_run(self: Any, num_bytes: int, *more: Any) -> Any:
+                steps.append(("run", num_bytes))
+                return await run(self, num_bytes, *more)
+
+            def noted_charge(self: Any, num_bytes: int) -> None:
+                steps.append(("charge", num_bytes))
+                charge(self, num_bytes)
+
+            monkeypatch.setattr(IntakeThread, "run", noted_run)
+            monkeypatch.setattr(Request, "charge", noted_charge)
+            body = {"model": "tiny", "input": "?", "max_output_tokens": 5}
+            more = {"previous_response_id": first.id}
+            answer = await service.http.post("/v1/responses", json=body | more)
+            assert answer.status_code == 200, answer.text
+            assert told(service).startswith("<user>xxx")
+            (_, small), (_, charged), (_, large), *_ = steps
+            assert [name for name, _ in steps[:3]] == ["run", "charge", "run"]
+            assert small < 500
+            assert charged > 1000
+            assert large == small + charged
+
+            steps.clear()
+            for wrong in ({"previous_response_id": "resp_x"}, {"previous_response_id": 5}):
+                answer = await service.http.post("/v1/responses", json=body | wrong)
+                assert answer.status_code == 400
+                assert answer.json()["error"]["param"] == "previous_response_id"
+            assert ("charge", charged) not in steps
+
+    asyncio.run(scenario())
+
+
+def test_text_after_a_call_is_a_message(start_service: "StartService") -> None:
+    """However the answer is cut into tokens, and however many of them come together."""
+
+    async def scenario() -> None:
+        async with start_service(template=HERMES) as service:
+            text = f"Hm\n<tool_call>{CALL}</tool_call> So it is."
+            ask: Any = {"model": "tiny", "input": "Oslo?", "tools": [WEATHER]}
+            for cut in range(1, len(text)):
+                service.engine.script.words = (text[:cut], text[cut:])
+                body = (await service.http.post("/v1/responses", json=ask)).json()
+                before, call, after = body["output"]
+                assert before["content"][0]["text"] == "Hm"
+                assert json.loads(call["arguments"]) == {"city": "Oslo"}
+                assert after["content"][0]["text"].strip() == "So it is."
+                assert body["status"] == "completed"
 
     asyncio.run(scenario())
 

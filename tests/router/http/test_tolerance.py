@@ -113,6 +113,27 @@ def test_fields_reach_the_engine(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_marks_for_the_router_do_not_end_the_text(start_service: "StartService") -> None:
+    """The router wants special tokens for calls, and the client wants stop strings only."""
+
+    async def scenario() -> None:
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}<|channel|>"
+        async with start_service(template=template) as service:
+            for more, omits in (
+                ({"include_stop_str_in_output": True}, True),
+                ({"include_stop_str_in_output": True, "skip_special_tokens": False}, False),
+                ({}, False),
+            ):
+                answer = await service.chat(**more)
+                assert answer.status_code == 200, answer.text
+                sent = service.engine.requests[-1].output
+                assert sent.special_tokens
+                assert sent.omit_special_stop is omits
+                assert sent.include_stop is ("include_stop_str_in_output" in more)
+
+    asyncio.run(scenario())
+
+
 # --- What is ignored ---
 
 
@@ -254,6 +275,10 @@ def test_a_prompt_is_cut_to_its_end(start_service: "StartService") -> None:
                 )
                 assert answer.status_code == 200, answer.text
                 assert decode(answer.json()["choices"][0]["prompt_token_ids"]) == kept
+                answer = await service.complete(
+                    prompt, truncate_prompt_tokens=most, max_tokens=max_tokens, echo=True
+                )
+                assert answer.json()["choices"][0]["text"] == kept + "Hello big world"
             chat = await service.chat("z" * 120, truncate_prompt_tokens=11, return_token_ids=True)
             assert decode(chat.json()["prompt_token_ids"]) == "<assistant>"
             for wrong in (0, -2):

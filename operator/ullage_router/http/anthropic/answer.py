@@ -1,7 +1,8 @@
 """Writes an answer as the content blocks of the Messages API, with the events of its stream.
 
 An answer consists of thoughts, text and calls, in any order that the model chooses. Each is a block
-that starts, grows and stops before the next one starts.
+that starts, grows and stops before the next one starts. A call becomes a block when its arguments
+are complete, because clients also run calls whose arguments break off. Such a call becomes text.
 """
 
 import msgspec
@@ -14,9 +15,6 @@ from ullage_router.http.openai.responses import JSON, ResponseOptions
 
 _encode = msgspec.json.Encoder().encode
 _ARGUMENTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
-"""By type of a block, the field of its deltas that has the new text."""
-_DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 
 
 class MessagesAnswer:
@@ -34,7 +32,9 @@ class MessagesAnswer:
         self._is_open = False
         """Whether the last block may grow."""
         self._pieces: list[str] = []
-        """The pieces of the open block's text or arguments."""
+        """The pieces of the open block's text."""
+        self._call: tuple[JSON, list[str]] | None = None
+        """The last call and the pieces of its arguments, until they are complete."""
         self._body: JSON = {}
         """The complete message. Empty until the answer has ended."""
 
@@ -76,18 +76,21 @@ class MessagesAnswer:
             events += self._grow({"type": "text", "text": ""}, delta.text)
         for piece in delta.tool_calls:
             if piece.name:
+                events += self._stop()
                 call: JSON = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
-                events += [*self._stop(), *self._start(call)]
-            if piece.arguments and self._is_open:
-                events.append(self._delta(piece.arguments))
+                self._call = (call, [])
+            assert self._call, "arguments follow the start of their call"
+            self._call[1].append(piece.arguments)
         return events
 
     def _grow(self, block: JSON, text: str) -> list[JSON]:
         """Add text to the open block, or to a new one if the open block has another type."""
-        events: list[JSON] = []
+        events = self._end_call()
         if not (self._is_open and self._blocks[-1]["type"] == block["type"]):
             events += [*self._stop(), *self._start(block)]
-        return [*events, self._delta(text)]
+        self._pieces.append(text)
+        kind = str(block["type"])
+        return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def _start(self, block: JSON) -> list[JSON]:
         index = len(self._blocks)
@@ -95,31 +98,43 @@ class MessagesAnswer:
         self._is_open = True
         return [{"type": "content_block_start", "index": index, "content_block": block}]
 
-    def _delta(self, text: str) -> JSON:
-        self._pieces.append(text)
-        kind = str(self._blocks[-1]["type"])
-        delta = {"type": _DELTAS[kind], _FIELDS[kind]: text}
+    def _delta(self, delta: JSON) -> JSON:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _stop(self) -> list[JSON]:
-        """Stop the open block, if there is one."""
+        """Stop the open block, if there is one, after the last call."""
+        events = self._end_call()
         if not self._is_open:
-            return []
+            return events
         block = self._blocks[-1]
-        text = "".join(self._pieces)
-        if block["type"] == "tool_use":
-            block["input"] = _arguments(text)
-        else:
-            block[str(block["type"])] = text
+        if block["type"] != "tool_use":
+            block[str(block["type"])] = "".join(self._pieces)
         self._pieces = []
         self._is_open = False
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+        return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+    def _end_call(self) -> list[JSON]:
+        """Open a block for the last call. If its arguments are no object, they become text."""
+        if self._call is None:
+            return []
+        call, pieces = self._call
+        self._call = None
+        text = "".join(pieces)
+        if not _is_object(text):
+            return self._grow({"type": "text", "text": ""}, text) if text else []
+        events = [
+            *self._stop(),
+            *self._start(call),
+            self._delta({"type": "input_json_delta", "partial_json": text}),
+        ]
+        self._blocks[-1]["input"] = msgspec.Raw(text.encode())
+        return events
 
     def _end(self, finished: inference_pb2.Finished) -> list[JSON]:
         """Stop the last block, and return the events that end the stream."""
         events = self._stop()
         usage = _usage(finished.usage)
-        reason: JSON = {"stop_reason": _stop_reason(finished), "stop_sequence": None}
+        reason: JSON = {"stop_reason": self._stop_reason(finished), "stop_sequence": None}
         if reason["stop_reason"] == "stop_sequence":
             reason["stop_sequence"] = finished.stop_string
         self._body = self._message(self._blocks, usage) | reason
@@ -128,6 +143,19 @@ class MessagesAnswer:
             {"type": "message_delta", "delta": reason, "usage": usage},
             {"type": "message_stop"},
         ]
+
+    def _stop_reason(self, finished: inference_pb2.Finished) -> str:
+        match finished.reason:
+            case inference_pb2.FINISH_REASON_TOOL_CALLS if self._has_calls:
+                return "tool_use"
+            case inference_pb2.FINISH_REASON_STOP | inference_pb2.FINISH_REASON_TOOL_CALLS:
+                return "stop_sequence" if finished.stop_string else "end_turn"
+            case _:
+                return "max_tokens"
+
+    @property
+    def _has_calls(self) -> bool:
+        return any(block["type"] == "tool_use" for block in self._blocks)
 
     def _message(self, content: list[JSON], usage: JSON) -> JSON:
         return {
@@ -175,23 +203,13 @@ def _usage(counted: inference_pb2.Usage) -> JSON:
     }
 
 
-def _stop_reason(finished: inference_pb2.Finished) -> str:
-    match finished.reason:
-        case inference_pb2.FINISH_REASON_TOOL_CALLS:
-            return "tool_use"
-        case inference_pb2.FINISH_REASON_STOP:
-            return "stop_sequence" if finished.stop_string else "end_turn"
-        case _:
-            return "max_tokens"
-
-
-def _arguments(text: str) -> object:
-    """Return a call's arguments as JSON. Arguments that were cut off are an empty object."""
+def _is_object(arguments: str) -> bool:
+    """Return whether the arguments of a call are complete."""
     try:
-        _ARGUMENTS.decode(text)
+        _ARGUMENTS.decode(arguments)
     except msgspec.DecodeError:
-        return {}
-    return msgspec.Raw(text.encode())
+        return False
+    return True
 
 
 def _events(events: list[JSON]) -> bytes:

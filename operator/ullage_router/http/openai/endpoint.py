@@ -98,8 +98,6 @@ class Parsed(NamedTuple):
 
     The response repeats parts of some bodies.
     """
-    more_bytes: int = 0
-    """Bytes of text that the request brings along in addition to its body."""
     counts_only: bool = False
     """Whether only the prompt's tokens are counted."""
 
@@ -145,6 +143,8 @@ class Dialect:
     """Returns a request's credentials, as the `authorization` header has them."""
     headers: Callable[[RequestRecord], Headers] = _no_headers
     """Returns headers of responses in addition to those of every endpoint."""
+    more_bytes: Callable[[Body, TenantSession], int] | None = None
+    """Returns the bytes of text that a request brings along in addition to its body, if it may."""
 
 
 _CHAT_ERRORS = openai_errors("messages")
@@ -333,10 +333,15 @@ class GenerateEndpoint:
             tenant = service.tenants.open_session(authorization)
             body = await request.read_json(tenant.name)
             record = RequestRecord(record_id)  # the clock starts once the whole body has arrived
+            num_bytes = body.num_bytes
+            if self._dialect.more_bytes:
+                weigh = functools.partial(self._dialect.more_bytes, body, tenant)
+                more_bytes = await service.intake.run(num_bytes, tenant.name, weigh)
+                request.charge(more_bytes)
+                num_bytes += more_bytes
             parse = functools.partial(self._dialect.parse, body, tenant)
-            parsed = await service.intake.run(body.num_bytes, tenant.name, parse)
+            parsed = await service.intake.run(num_bytes, tenant.name, parse)
             asked = parsed.requests
-            request.charge(parsed.more_bytes)
             limits = service.config.limits
             limit_s = time_limit_s(headers, limits.total_timeout)
             if len(asked) > 1:

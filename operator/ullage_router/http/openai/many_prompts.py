@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 
 from ullage.inference.v1 import inference_pb2
@@ -104,7 +105,8 @@ class ManyPrompts:
         self._waiting = deque(range(len(requests)))
         """Indices of the prompts that are still waiting for a worker."""
         self._num_running = 0
-        self._num_rendered = 0
+        self._rendered = set[int]()
+        """Indices of the prompts that have been rendered, some of them again after a retry."""
         self._num_done = 0
         self._failure: BaseException | None = None
         self._events = asyncio.Queue[Begun | Event | BaseException](WAITING_EVENTS)
@@ -247,14 +249,18 @@ class ManyPrompts:
             idempotency_key=_numbered(first.idempotency_key, suffix),
             authorization=first.authorization,
             is_streamed=first.is_streamed,
-            release_body=self._release,
+            release_body=partial(self._release, index),
             end_turn=first.end_turn,
         )
 
-    def _release(self) -> None:
-        """Release the body once all prompts have been rendered."""
-        self._num_rendered += 1
-        if self._num_rendered >= len(self._requests):
+    def _release(self, index: int) -> None:
+        """Release the body once all prompts have been rendered.
+
+        Args:
+            index: Index of a prompt that has been rendered.
+        """
+        self._rendered.add(index)
+        if len(self._rendered) == len(self._requests):
             self._first.release_body()
 
 

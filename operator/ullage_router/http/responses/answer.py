@@ -4,6 +4,7 @@ An answer consists of reasoning, a message and function calls, in any order that
 Each is an item that opens, grows and closes before the next one opens.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -98,7 +99,9 @@ class ResponsesAnswer:
         self._namespaces = namespaces
         self._keep = keep
         self._options = options
-        self._id = f"resp_{options.id}"
+        # A client may send one request id twice, and the store has one response of each id.
+        self._unique = os.urandom(16).hex() if keep else options.id
+        self._id = f"resp_{self._unique}"
         self._output: list[JSON] = []
         self._closed: list[tuple[_OpenItem, str]] = []
         """The items of the output, with their texts or arguments."""
@@ -106,7 +109,6 @@ class ResponsesAnswer:
         self._pending: list[JSON] = []
         """Log-probabilities of tokens whose text has yet to come, as a character takes several."""
         self._num_events = 0
-        self._reasoning_tokens = 0
         self._body: JSON = {}
         """The complete response. Empty until the answer has ended."""
 
@@ -151,8 +153,6 @@ class ResponsesAnswer:
         logprobs = self._pending + self._logprobs(delta)
         self._pending = [] if delta.reasoning or delta.tool_calls else logprobs
         if delta.reasoning:
-            if not (delta.text or delta.tool_calls):
-                self._reasoning_tokens += delta.num_tokens
             events += self._grow("reasoning", "response.reasoning_text.delta", delta.reasoning)
         if delta.text:
             self._pending = []
@@ -185,7 +185,9 @@ class ResponsesAnswer:
             events += self._close("completed")
             events += self._open("function_call", call_id=piece.id, name=piece.name)
         item = self._item
-        if item is None or not piece.arguments:
+        assert item, "arguments follow the start of their call"
+        assert item.kind == "function_call", "arguments follow the start of their call"
+        if not piece.arguments:
             return events
         item.pieces.append(piece.arguments)
         name = "response.function_call_arguments.delta"
@@ -194,7 +196,7 @@ class ResponsesAnswer:
     def _open(self, kind: str, call_id: str = "", name: str = "") -> list[JSON]:
         index = len(self._output)
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-        item = _OpenItem(kind, f"{prefix}_{self._options.id}_{index}", index)
+        item = _OpenItem(kind, f"{prefix}_{self._unique}_{index}", index)
         item.call_id = call_id
         item.name = name
         item.namespace = self._namespaces.get(name, "")
@@ -289,7 +291,7 @@ class ResponsesAnswer:
             "input_tokens": counted.prompt_tokens,
             "input_tokens_details": prompt_tokens_details(cached) | {"cache_write_tokens": 0},
             "output_tokens": counted.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": counted.reasoning_tokens},
             "total_tokens": counted.prompt_tokens + counted.completion_tokens,
         }
 

@@ -27,7 +27,33 @@ def dialect(service: RouterService, store: ResponseStore) -> Dialect:
         service: Provides the configuration and the model.
         store: Keeps the responses.
     """
-    return Dialect(functools.partial(_parse, service, store), ERRORS)
+    return Dialect(
+        functools.partial(_parse, service, store),
+        ERRORS,
+        more_bytes=functools.partial(_stored_bytes, store) if store.is_enabled else None,
+    )
+
+
+class _Continuing(msgspec.Struct):
+    """The field of a body that names the response to continue."""
+
+    previous_response_id: str | None = None
+
+
+_CONTINUING = msgspec.json.Decoder(_Continuing)
+
+
+def _stored_bytes(store: ResponseStore, body: Body, tenant: TenantSession) -> int:
+    """Return the size in bytes of the conversation that a request continues.
+
+    It is 0 for invalid bodies, which `_parse` refuses.
+    """
+    try:
+        name = _CONTINUING.decode(body.peek()).previous_response_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+    found = store.find(tenant.name, name) if name else None
+    return len(found.conversation) if found else 0
 
 
 def _parse(
@@ -49,7 +75,6 @@ def _parse(
         prompt_cache_key=asked.prompt_cache_key,
         ignored=asked.ignored,
         kept_bytes=asked.kept_bytes,
-        more_bytes=len(asked.previous.conversation) if asked.previous else 0,
     )
 
 

@@ -40,7 +40,8 @@ async def read_calls(
 def _visible(event: Event, answers: list["_Answer"]) -> Iterator[Event]:
     match event.WhichOneof("event"):
         case "delta":
-            answers[event.delta.sample].read(event.delta)
+            yield from answers[event.delta.sample].read(event.delta)
+            return
         case "sample_finished":
             yield from answers[event.sample_finished.sample].end(event.sample_finished)
         case "finished":
@@ -64,13 +65,19 @@ class _Answer:
         self.num_reasoning_tokens = 0.0
         self._is_over = False
 
-    def read(self, delta: Delta) -> None:
-        """Replace the delta's raw text with the text, reasoning and calls that the reader found."""
+    def read(self, delta: Delta) -> Iterator[Event]:
+        """Yield the text, reasoning and calls that the reader found in the delta's raw text.
+
+        What the delta says about its tokens goes with the first text, or else with the first piece.
+        """
         was_thinking = self._reader.is_thinking
         pieces = self._reader.push(delta.text)
         self._count(delta.num_tokens, pieces, was_thinking)
         delta.text = ""
-        self._fill(delta, pieces)
+        parts = self._parts(pieces) or [Delta()]
+        next((part for part in parts if part.text), parts[0]).MergeFrom(delta)
+        for part in parts:
+            yield Event(delta=part)
 
     def _count(self, num_tokens: int, pieces: list[Piece], was_thinking: bool) -> None:
         """Count the reasoning tokens of a delta.
@@ -88,26 +95,39 @@ class _Answer:
         """Yield any text that was held back, and set the finish reason if the answer has calls."""
         if not self._is_over:
             self._is_over = True
-            last = Delta(sample=self._sample)
-            self._fill(last, self._reader.close())
-            if last.text or last.reasoning or last.tool_calls:
-                yield Event(delta=last)
+            for part in self._parts(self._reader.close()):
+                yield Event(delta=part)
         if self._num_calls and finished.reason == inference_pb2.FINISH_REASON_STOP:
             finished.reason = inference_pb2.FINISH_REASON_TOOL_CALLS
 
-    def _fill(self, delta: Delta, pieces: list[Piece]) -> None:
+    def _parts(self, pieces: list[Piece]) -> list[Delta]:
+        """Return deltas in the order of the pieces, each with pieces of one kind."""
+        parts: list[Delta] = []
+        last = ""
         for piece in pieces:
+            kind = _kind(piece)
+            if self._is_dropped(piece):
+                continue
+            if kind != last:
+                parts.append(Delta(sample=self._sample))
+                last = kind
             if isinstance(piece, Text):
-                delta.text += piece.text
+                parts[-1].text += piece.text
             elif isinstance(piece, Thought):
-                delta.reasoning += piece.text
+                parts[-1].reasoning += piece.text
             else:
-                self._fill_call(delta, piece)
+                self._fill_call(parts[-1], piece)
+        return parts
 
-    def _fill_call(self, delta: Delta, piece: Piece) -> None:
+    def _is_dropped(self, piece: Piece) -> bool:
+        """Count the piece if it starts a call. Return whether it says nothing to the client."""
         self._num_calls += isinstance(piece, CallStart)
-        if self._single_call and self._num_calls > 1:
-            return
+        if not isinstance(piece, CallStart) and not piece.text:
+            return True
+        is_call = isinstance(piece, CallStart | Arguments)
+        return is_call and self._single_call and self._num_calls > 1
+
+    def _fill_call(self, delta: Delta, piece: CallStart | Arguments) -> None:
         index = self._num_calls - 1
         if isinstance(piece, CallStart):
             call_id = f"call_{uuid.uuid4().hex[:24]}"
@@ -116,3 +136,10 @@ class _Answer:
             delta.tool_calls[-1].arguments += piece.text
         else:
             delta.tool_calls.add(index=index, arguments=piece.text)
+
+
+def _kind(piece: Piece) -> str:
+    """Return the field of deltas that has pieces like this one."""
+    if isinstance(piece, Text):
+        return "text"
+    return "reasoning" if isinstance(piece, Thought) else "tool_calls"

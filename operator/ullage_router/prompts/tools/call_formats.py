@@ -15,6 +15,7 @@ from ullage_common.chat.tool_formats import ToolFormat
 from ullage_router.prompts.tools.call_syntax import parse_json_calls
 from ullage_router.prompts.tools.cursor import Cursor, NoCall, Steps, parsed
 from ullage_router.prompts.tools.pieces import Arguments, CallStart
+from ullage_router.prompts.tools.toolbox import NAME_CHARACTERS
 from ullage_router.prompts.tools.values import json_value
 
 Functions = Mapping[str, Mapping[str, Any]]
@@ -22,7 +23,7 @@ Functions = Mapping[str, Mapping[str, Any]]
 ReadCalls = Callable[[Cursor, Functions], Steps[None]]
 
 _MEMBERS = {"name", "arguments", "parameters", "function"}
-_KIMI_ID = re.compile(r"\s*(?:functions\.)?([a-zA-Z0-9_.-]+):[0-9]+\s*")
+_KIMI_ID = re.compile(rf"\s*(?:functions\.)?({NAME_CHARACTERS}+):[0-9]+\s*")
 DEEPSEEK_CALLS = "<\uff5ctool▁calls▁begin\uff5c>"
 DEEPSEEK_CALLS_END = "<\uff5ctool▁calls▁end\uff5c>"
 DEEPSEEK_CALL = "<\uff5ctool▁call▁begin\uff5c>"

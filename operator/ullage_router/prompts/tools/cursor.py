@@ -12,13 +12,14 @@ from typing import TypeVar
 
 from ullage_router.prompts.tools.json_scanner import JsonScanner, NotJson
 from ullage_router.prompts.tools.pieces import Arguments, Piece
+from ullage_router.prompts.tools.toolbox import NAME_CHARACTERS
 
 T = TypeVar("T")
 Steps = Generator[Piece | None, None, T]
 """Steps of reading, which end with a result of type T."""
 
 _SPACES = re.compile(r"\s*")
-_NAME = re.compile(r"[a-zA-Z0-9_.-]*")
+_NAME = re.compile(NAME_CHARACTERS + "*")
 
 
 class NoCall(Exception):

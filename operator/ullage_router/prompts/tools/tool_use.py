@@ -90,7 +90,10 @@ class ToolUse:
         These are the grammar that enforces a forced call, whether the answer's text includes
         special tokens for the reader, and the reasoning before which no other grammar holds.
         """
-        request.output.special_tokens |= self.special_tokens
+        if self.special_tokens and not request.output.special_tokens:
+            request.output.special_tokens = True
+            # The mark that ends a turn is no stop that the client asked for.
+            request.output.omit_special_stop = request.output.include_stop
         if self.forced and self.forced.lark:
             request.grammar.lark = self.forced.lark
         elif self.forced:

@@ -12,7 +12,9 @@ from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
 from ullage_common.wire.limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from ullage_common.wire.validation import invalid_value
 
-_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+NAME_CHARACTERS = r"[a-zA-Z0-9_.:/-]"
+"""Regular expression of one character of a function's name."""
+_NAME = re.compile(NAME_CHARACTERS + "{1,128}")
 Schema = Mapping[str, Any]
 
 

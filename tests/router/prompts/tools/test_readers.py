@@ -3,6 +3,7 @@
 import json
 import keyword
 import re
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -366,7 +367,7 @@ def test_a_call_streams_its_name_and_then_its_arguments() -> None:
 
 def written(form: ToolFormat, name: str, arguments: str) -> str:
     """One call, complete, as a forced answer of the format continues its opening."""
-    tools = [{"type": "function", "function": {"name": name, "parameters": FUNCTIONS[name]}}]
+    tools = [{"type": "function", "function": {"name": name, "parameters": FUNCTIONS.get(name)}}]
     mode = inference_pb2.TOOL_MODE_REQUIRED
     asked = inference_pb2.Tools(functions=json.dumps(tools), mode=mode, several_forced_calls=True)
     toolbox = open_toolbox(asked)
@@ -374,6 +375,36 @@ def written(form: ToolFormat, name: str, arguments: str) -> str:
     made = force(toolbox, form)
     after, _, last = FURTHER[form]
     return made.opening + made.openings[name] + arguments + after + last
+
+
+NAME_CHARACTERS = string.ascii_letters + string.digits + "_.:/-"
+
+
+def free_calls(name: str) -> Iterable[tuple[Reader, str]]:
+    """Every format's reader, and a call of the function as the format writes it."""
+    functions = {name: {"properties": {"a": {"type": "integer"}}}}
+    for form in sorted(CALL_FORMATS, key=str):
+        if form is ToolFormat.GLM:
+            call = f"<tool_call>{name}\n<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+        elif form is ToolFormat.QWEN_XML:
+            call = f"<function={name}><parameter=a>1</parameter></function>"
+            call = f"<tool_call>{call}</tool_call>"
+        else:
+            call = written(form, name, '{"a": 1}')
+        yield MarkedReader(CALL_FORMATS[form], functions), call
+    in_json = json.dumps({"name": name, "arguments": {"a": 1}})
+    tags = ("<|tool_call_start|>", "<|tool_call_end|>")
+    yield TaggedReader(tags, parse_python_calls, functions), f"{tags[0]}[{in_json}]{tags[1]}"
+    yield WholeReader(functions), in_json
+    header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    yield HarmonyReader(functions), f'{header}{{"a": 1}}<|call|>'
+
+
+@pytest.mark.parametrize("character", NAME_CHARACTERS)
+def test_a_name_may_have_every_allowed_character(character: str) -> None:
+    for name in (character, f"a{character}b", f"a{character}0", f"{character}:1"):
+        for reader, call in free_calls(name):
+            assert read(reader, call) == one(name, '{"a": 1}'), call
 
 
 IN_JSON = sorted(set(CALL_FORMATS) - {ToolFormat.QWEN_XML, ToolFormat.GLM}, key=str)
