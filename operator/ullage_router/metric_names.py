@@ -176,8 +176,8 @@ TRIAL = GaugeName(
 )
 ANSWERS = GaugeName(
     "ullage_router_answers",
-    "Replays of the canary's present trial: prompts and tokens compared, tokens agreed, and "
-    "negative log-probabilities by side in nats",
+    "Replays of the canary's present trial: prompts and tokens compared, tokens agreed, "
+    "negative log-probabilities by side in nats, and prompts refused",
     ("trial", "what"),
 )
 ANSWERS_UNJUDGED = GaugeName(

@@ -19,7 +19,7 @@ from enum import StrEnum
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ullage_common.canary_answers import MIN_PROMPTS, Unjudged
+from ullage_common.canary_answers import MIN_PROMPTS, MIN_TOKENS, Unjudged
 from ullage_operator.api.sections import RolloutSpec
 
 SIGNIFICANCE = 0.002
@@ -83,7 +83,7 @@ class Answers:
 
     @property
     def are_enough(self) -> bool:
-        return self.prompts >= MIN_PROMPTS and self.tokens > 0
+        return self.prompts >= MIN_PROMPTS and self.tokens >= MIN_TOKENS
 
     @property
     def agreement_percent(self) -> float:
@@ -165,7 +165,10 @@ def analyze(
     if is_enough and canary.error_rate <= stable.error_rate + rollout.thresholds.error_rate:
         if rollout.answers is None or answers.are_enough or is_last or not answers.may_come:
             return Analysis(Outcome.PASS, "Healthy", measured)
-        waits_for = f"answers to {MIN_PROMPTS} replayed prompts ({answers.prompts} so far)"
+        waits_for = (
+            f"answers to {MIN_PROMPTS} replayed prompts with {MIN_TOKENS} tokens "
+            f"({answers.prompts} with {answers.tokens} so far)"
+        )
         return Analysis(Outcome.WAIT, "FewAnswers", measured, waits_for)
 
     if is_last and not canary.succeeded and canary.declined >= rollout.min_requests:
@@ -254,7 +257,11 @@ def summary_of(answers: Answers, rollout: RolloutSpec) -> str:
     if rollout.answers is None:
         return ""
     if not answers.are_enough:
-        why = " and ".join(answers.unjudged) or f"{answers.prompts} of {MIN_PROMPTS} prompts"
+        few = (
+            f"{answers.prompts} of at least {MIN_PROMPTS} prompts, "
+            f"{answers.tokens} of at least {MIN_TOKENS} tokens"
+        )
+        why = " and ".join(answers.unjudged) or few
         return f"answers not judged ({why})"
     return (
         f"agreement {answers.agreement_percent:.1f} % of {answers.tokens} tokens, "

@@ -35,6 +35,8 @@ class AnswerCounts:
     """Sum of the tokens' negative log-probabilities on the canary, in nats."""
     stable_nll: float = 0.0
     """Sum of the tokens' negative log-probabilities on stable engines, in nats."""
+    refused: int = 0
+    """Number of prompts that were given up, because engines refused them or failed."""
 
     def add_answer(self, pairs: Iterable[tuple[TokenLogprob, TokenLogprob | None]]) -> None:
         """Add the tokens of the stable answer to one prompt.
@@ -71,6 +73,12 @@ def nll(token_id: int, told: TokenLogprob) -> float:
 def replay_bytes(engine: EngineView, num_tokens: int) -> int:
     """Return the KV bytes of a replayed request, whose output is short, on an engine."""
     return predict(engine.profile, num_tokens, 1, 1).kv_bytes
+
+
+def could_take(engine: EngineView, num_tokens: int) -> bool:
+    """Return whether an engine would have room for a replay if all of its memory were free."""
+    most_bytes = MAX_MEMORY_SHARE * engine.capacity
+    return num_tokens <= engine.max_model_len and replay_bytes(engine, num_tokens) <= most_bytes
 
 
 def has_room(engine: EngineView, num_tokens: int) -> bool:

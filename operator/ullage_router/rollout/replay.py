@@ -16,8 +16,8 @@ import secrets
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -36,14 +36,21 @@ from ullage_router.engines.engines import Engines
 from ullage_router.engines.flow_control import FlowControl, for_unary
 from ullage_router.errors import broken_stream
 from ullage_router.metric_names import ANSWERS, ANSWERS_UNJUDGED
-from ullage_router.policy.facts import Side
+from ullage_router.policy.facts import EngineView, Side
 from ullage_router.prompts.prompts import Prompt, PromptBuilder
-from ullage_router.rollout.answers import AnswerCounts, TokenLogprob, has_room, replay_bytes
+from ullage_router.rollout.answers import (
+    MAX_MEMORY_SHARE,
+    AnswerCounts,
+    TokenLogprob,
+    could_take,
+    has_room,
+    replay_bytes,
+)
 from ullage_router.rollout.canary import AnswersSection
 from ullage_router.rollout.prompt_file import PromptFileError, read_prompts
 
 MAX_PROMPTS = 16
-"""Maximum number of prompts that are replayed in a trial."""
+"""Maximum number of prompts in a trial that are compared, or given up after engines failed."""
 MAX_ANSWER_TOKENS = 16
 """Maximum number of tokens of each answer that are compared."""
 MAX_SAMPLED_TOKENS = 4096
@@ -55,6 +62,8 @@ Log-probabilities are those of the model itself, without the bias.
 """
 MAX_TRIES = 3
 """Number of failures after which an answer, or a token of the canary, is given up."""
+MAX_ROUNDS = 3
+"""Number of times that a prompt is replayed if engines are slow or away, before it is given up."""
 TIMEOUT_S = 60.0
 POLL_S = 0.5
 """Seconds between two looks for an engine with free memory."""
@@ -67,11 +76,23 @@ _FAILURES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.
 
 An engine that is slow, full or away says nothing about its answers.
 """
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, *_FAILURES)
+"""Statuses after which a prompt is not replayed again."""
+_TOO_LARGE = "PROMPT_TOO_LARGE"
 _WHOLE = (inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH)
 
 Sign = Callable[[str, inference_pb2.GenerateRequest], tuple[str, str]]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A prompt that is still to be replayed."""
+
+    request: inference_pb2.GenerateRequest
+    failures: int = 0
+    """Number of times that its replay has failed."""
 
 
 class Replayer:
@@ -114,7 +135,7 @@ class Replayer:
         self._chosen: dict[Side, str] = {}
         """Keys of the engines that were chosen for the current prompt."""
 
-        self._sampled: deque[Sequence[int]] = deque()
+        self._sampled: deque[_Pending] = deque()
         self._seen: set[int] = set()
         """Hashes of the prompts that have been sampled."""
         self._has_sampled = asyncio.Event()
@@ -154,19 +175,28 @@ class Replayer:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def offer(self, call: Call, prompt: Prompt) -> None:
-        """Keep a request's prompt for the comparison, if prompts are sampled and one is missing."""
+        """Keep a request's prompt for the comparison, if prompts are sampled and one is missing.
+
+        Prompts that are too large to be replayed are not kept.
+        """
         section = self._section
         if section is None or section.prompts_file:
             return
-        if len(self._sampled) + self.counts.prompts >= MAX_PROMPTS:
+        if len(self._sampled) + _num_done(self.counts) >= MAX_PROMPTS:
             return
-        if call.adapter or call.request.embed or len(prompt.token_ids) > MAX_SAMPLED_TOKENS:
+        num_tokens = len(prompt.token_ids)
+        if call.adapter or call.request.embed or num_tokens > MAX_SAMPLED_TOKENS:
+            return
+        ready = self._ready_engines()
+        able = _able(ready, num_tokens + MAX_ANSWER_TOKENS)
+        if {engine.side for engine, _ in able} != {engine.side for engine in ready}:
             return
         token_ids = array("I", prompt.token_ids)
         key = hash(token_ids.tobytes())
         if key not in self._seen:
             self._seen.add(key)
-            self._sampled.append(token_ids)
+            request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=token_ids))
+            self._sampled.append(_Pending(request))
             self._has_sampled.set()
 
     def as_json(self) -> dict[str, object]:
@@ -178,6 +208,7 @@ class Replayer:
             "agreed": counts.agreed,
             "canary_nll": round(counts.canary_nll, 4),
             "stable_nll": round(counts.stable_nll, 4),
+            "refused": counts.refused,
             "unjudged": self.unjudged,
         }
 
@@ -191,31 +222,37 @@ class Replayer:
         except Exception:  # a bug here must not end the router
             log.exception("answers of the canary are no longer compared")
             self.unjudged = Unjudged.FAILING
+        else:
+            self.unjudged = Unjudged.FAILING if counts.prompts < MIN_PROMPTS else None
 
     async def _replay_file(self, path: Path, counts: AnswerCounts) -> None:
         requests = await self._read(path)
-        waiting = deque(random.sample(requests, min(MAX_PROMPTS, len(requests))))
-        while waiting:
-            request = waiting.popleft()
-            if not await self._compare(request, counts):
-                waiting.append(request)
-                await asyncio.sleep(PAUSE_S)
-        self.unjudged = Unjudged.FAILING if counts.prompts < MIN_PROMPTS else None
+        random.shuffle(requests)
+        waiting: deque[_Pending] = deque()
+        while True:
+            missing = MAX_PROMPTS - _num_done(counts) - len(waiting)
+            waiting.extend(map(_Pending, requests[:missing]))
+            del requests[:missing]
+            if not waiting:
+                return
+            await self._replay_first(waiting, counts)
 
     async def _replay_samples(self, counts: AnswerCounts) -> None:
-        while counts.prompts < MAX_PROMPTS:
+        while _num_done(counts) < MAX_PROMPTS:
             if not self._sampled:
-                self.unjudged = Unjudged.FEW_PROMPTS
+                if self.unjudged is not Unjudged.FAILING:
+                    self.unjudged = Unjudged.FEW_PROMPTS
                 self._has_sampled.clear()
                 await self._has_sampled.wait()
-                self.unjudged = None
-            ids = self._sampled[0]  # it counts as sampled until it is done with
-            request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids))
-            if await self._compare(request, counts):
-                self._sampled.popleft()
-            else:
-                self._sampled.rotate(-1)
-                await asyncio.sleep(PAUSE_S)
+            await self._replay_first(self._sampled, counts)
+
+    async def _replay_first(self, waiting: deque[_Pending], counts: AnswerCounts) -> None:
+        """Replay the first prompt. Remove it if it is done with, or else put it last."""
+        if await self._compare(waiting[0], counts):  # it counts as sampled until it is done with
+            waiting.popleft()
+        else:
+            waiting.rotate(-1)
+            await asyncio.sleep(PAUSE_S)
 
     async def _read(self, path: Path) -> list[inference_pb2.GenerateRequest]:
         """Read the file of prompts, waiting until it is usable."""
@@ -233,24 +270,42 @@ class Replayer:
                 self.unjudged = None
                 return requests
 
-    async def _compare(self, request: inference_pb2.GenerateRequest, counts: AnswerCounts) -> bool:
+    async def _compare(self, pending: _Pending, counts: AnswerCounts) -> bool:
         """Answer a prompt on a stable engine, and compare the canary's tokens with the answer.
 
         Returns:
-            Whether the prompt is done with: it has been compared, or neither side ever takes it.
+            Whether the prompt is done with: it has been compared, or is given up.
         """
         self._chosen.clear()
         try:
             engine = await self._engine(Side.STABLE, 0, 0)
             assert engine.model
-            prompt = await self._prompts.build(engine.model, request, "")
+            prompt = await self._prompts.build(engine.model, pending.request, "")
             token_ids = list(prompt.token_ids)
             answer = await self._ask(Side.STABLE, token_ids, MAX_ANSWER_TOKENS)
             told = await self._told(answer, token_ids)
         except ServiceError as error:
             log.info("a prompt was not replayed", extra={"reason": error.reason})
-            return error.code is grpc.StatusCode.INVALID_ARGUMENT
+            return self._is_given_up(pending, error, counts)
         counts.add_answer(zip_longest(answer, told))
+        self.unjudged = None
+        return True
+
+    def _is_given_up(self, pending: _Pending, error: ServiceError, counts: AnswerCounts) -> bool:
+        """Return whether a prompt is not replayed again after a failure, and count it if so.
+
+        Prompts that are too large for the engines are not counted, so that others take their place.
+        """
+        if error.reason == _TOO_LARGE:
+            return True
+        if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self.unjudged = Unjudged.ENGINES_BUSY
+            return False
+        self.unjudged = Unjudged.FAILING
+        pending.failures += 1
+        if error.code not in _REFUSALS and pending.failures < MAX_ROUNDS:
+            return False
+        counts.refused += 1
         return True
 
     async def _told(
@@ -319,7 +374,7 @@ class Replayer:
         """Wait for an engine of one side with plenty of free memory.
 
         Raises:
-            ServiceError: the request is too long, or engines are busy for MAX_BUSY_S.
+            ServiceError: the request is too large, or engines are busy for MAX_BUSY_S.
         """
         busy_until = time.monotonic() + MAX_BUSY_S
         while isinstance(found := self._choose(side, num_tokens + max_tokens), Unjudged):
@@ -330,7 +385,8 @@ class Replayer:
                 message = f"no engine had plenty of free memory for {MAX_BUSY_S:g} s"
                 raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "ENGINES_BUSY", message)
             await asyncio.sleep(POLL_S)
-        self.unjudged = None
+        if self.unjudged is not Unjudged.FAILING:  # which lasts until a prompt is compared
+            self.unjudged = None
         if self._chosen.get(side) != found.key:
             self._chosen[side] = found.key
             self._uses[found.key] += 1
@@ -344,9 +400,9 @@ class Replayer:
             num_tokens: number of tokens of the prompt and the answer.
 
         Raises:
-            ServiceError: no engine of the side takes that many tokens.
+            ServiceError: one side has no engine that could ever take that many tokens.
         """
-        ready = [e for e in self._engines.all() if e.state == "ready" and e.breaker.is_closed]
+        ready = self._ready_engines()
         sides = {each.side for each in ready}
         if Side.STABLE not in sides:
             return Unjudged.NO_STABLE_ENGINE
@@ -357,18 +413,23 @@ class Replayer:
         if len(self._queue):
             return Unjudged.ENGINES_BUSY
 
-        now = time.monotonic()
-        views = [(each, each.view(now)) for each in ready if each.side is side]
-        able = [(each, view) for each, view in views if view and num_tokens <= view.max_model_len]
-        if not able:
-            message = f"prompt and answer have {num_tokens} tokens, more than an engine takes"
-            raise invalid("prompt", message, "CONTEXT_TOO_LONG")
-        free = [each for each, view in able if not each.is_on_trial and has_room(view, num_tokens)]
+        able = _able(ready, num_tokens)
+        if {each.side for each, _ in able} != sides:
+            message = (
+                f"prompt and answer have {num_tokens} tokens, more than an engine takes or than "
+                f"{MAX_MEMORY_SHARE:.0%} of its memory hold; give shorter prompts"
+            )
+            raise invalid("prompt", message, _TOO_LARGE)
+        own = [(each, view) for each, view in able if each.side is side]
+        free = [each for each, view in own if not each.is_on_trial and has_room(view, num_tokens)]
         if not free:
             return Unjudged.ENGINES_BUSY
         # An engine that has the beginning of the answer in its cache goes on with it.
         chosen = self._chosen.get(side)
         return min(free, key=lambda each: (each.key != chosen, self._uses[each.key], each.load))
+
+    def _ready_engines(self) -> list[Engine]:
+        return [e for e in self._engines.all() if e.state == "ready" and e.breaker.is_closed]
 
     async def _generate(
         self, engine: Engine, request: inference_pb2.GenerateRequest
@@ -403,6 +464,18 @@ class Replayer:
                 engine.watchdog.forget(source)
                 source.cancel()
             engine.release(credit)
+
+
+def _num_done(counts: AnswerCounts) -> int:
+    """Return the number of prompts that have been compared or given up."""
+    return counts.prompts + counts.refused
+
+
+def _able(engines: Iterable[Engine], num_tokens: int) -> list[tuple[Engine, EngineView]]:
+    """Return the engines that could replay so many tokens if they were idle."""
+    now = time.monotonic()
+    views = ((each, each.view(now)) for each in engines)
+    return [(each, view) for each, view in views if view and could_take(view, num_tokens)]
 
 
 class AnswersCollector(Collector):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage_common.canary_answers import MIN_PROMPTS, Unjudged
+from ullage_common.canary_answers import MIN_PROMPTS, MIN_TOKENS, Unjudged
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.sections import AnswersSpec, RolloutSpec, Thresholds
 from ullage_operator.api.settings import Settings
@@ -47,6 +47,10 @@ GOOD = Variant(100)
 TOKENS = 256
 
 
+def short_answers(prompts: int, tokens: int, agreed: int) -> Answers:
+    return Answers(prompts, tokens, agreed, 9.0 * tokens, 0.7 * tokens)
+
+
 def answers(
     agreed: int = TOKENS, ratio: float = 1.0, prompts: int = 16, *unjudged: str, stable: float = 0.7
 ) -> Answers:
@@ -67,6 +71,19 @@ CASES = {
     "less sure": (answers(245, 1.21), False, "Fail", "Perplexity"),
     "damaged, few prompts": (answers(0, 9.0, FEW), False, "Wait", "FewAnswers"),
     "damaged, few prompts, no time left": (answers(0, 9.0, FEW), True, "Pass", "Healthy"),
+    "damaged, few tokens": (short_answers(16, MIN_TOKENS - 1, 0), False, "Wait", "FewAnswers"),
+    "damaged, few tokens, no time left": (
+        short_answers(16, MIN_TOKENS - 1, 0),
+        True,
+        "Pass",
+        "Healthy",
+    ),
+    "damaged, just enough tokens": (
+        short_answers(MIN_PROMPTS, MIN_TOKENS, 0),
+        False,
+        "Fail",
+        "Agreement",
+    ),
     "nothing yet": (Answers(), False, "Wait", "FewAnswers"),
     "nothing, no time left": (Answers(), True, "Pass", "Healthy"),
     "no stable engine": (Answers(unjudged=(NO_STABLE,)), False, "Wait", "FewAnswers"),
@@ -97,8 +114,13 @@ def test_the_message_has_both_numbers_or_says_why_there_are_none() -> None:
     other = analyze(GOOD, GOOD, ROLLOUT, False, Answers(unjudged=(OTHER,)))
     assert other.message.endswith("answers not judged (OtherTokenizer)")
     few = analyze(GOOD, GOOD, ROLLOUT, False, answers(prompts=FEW))
-    assert few.waits_for == f"answers to {MIN_PROMPTS} replayed prompts ({FEW} so far)"
-    assert f"answers not judged ({FEW} of {MIN_PROMPTS} prompts)" in few.message
+    assert few.waits_for == (
+        f"answers to {MIN_PROMPTS} replayed prompts with {MIN_TOKENS} tokens "
+        f"({FEW} with {TOKENS} so far)"
+    )
+    assert f"answers not judged ({FEW} of at least {MIN_PROMPTS} prompts, " in few.message
+    short = analyze(GOOD, GOOD, ROLLOUT, True, short_answers(16, 16, 16))
+    assert f", 16 of at least {MIN_TOKENS} tokens)" in short.message
 
 
 NLLS = st.floats(0.0, 30.0)

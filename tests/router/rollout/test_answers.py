@@ -13,6 +13,7 @@ from ullage_router.rollout.answers import (
     MAX_NLL,
     AnswerCounts,
     TokenLogprob,
+    could_take,
     has_room,
     is_likeliest,
     nll,
@@ -92,3 +93,13 @@ def test_a_replay_takes_a_tenth_of_the_free_memory_at_most(available, has):
     profile = MemoryProfile(16, (CacheGroup(1000),))
     view = EngineView("e", "single", EngineState.USABLE, available, 10_000_000, profile, 32, 2000)
     assert has_room(view, 160) is has
+
+
+@pytest.mark.parametrize(
+    ("capacity", "tokens", "can"),
+    [(1_600_000, 159, True), (1_599_999, 159, False), (0, 1, False), (10**9, 2001, False)],
+)
+def test_an_engine_could_take_a_tenth_of_all_its_memory(capacity, tokens, can):
+    profile = MemoryProfile(16, (CacheGroup(1000),))
+    view = EngineView("e", "single", EngineState.USABLE, 0, capacity, profile, 32, 2000)
+    assert could_take(view, tokens) is can

@@ -30,6 +30,8 @@ class Bigrams(FakeEngine):
 
     damage = 0
     """Distance by which the weights are off."""
+    has_logprobs = True
+    """Whether answers have log-probabilities if they are asked for."""
 
     def logits(self, last: int) -> dict[int, float]:
         return {each: 3.0 * ((7 * each + 3 * (last + self.damage)) % 8) for each in LETTERS}
@@ -56,7 +58,7 @@ class Bigrams(FakeEngine):
                 token_id=ids[-1], logprob=logits[ids[-1]] - mass, top=top
             )
             delta = inference_pb2.Delta(text=chr(ids[-1]), num_tokens=1)
-            if request.output.HasField("top_logprobs"):
+            if request.output.HasField("top_logprobs") and self.has_logprobs:
                 delta.logprobs.append(entry)
             if request.output.delta_token_ids:
                 delta.token_ids.append(ids[-1])
@@ -105,10 +107,21 @@ class Trial:
     async def until_unjudged(self, reason: Unjudged) -> None:
         await self.service.until(lambda: self.replayer.unjudged is reason)
 
+    async def until_ended(self) -> None:
+        """Wait until the replayer asks for no more answers in this trial."""
+        await self.service.until(lambda: self.replayer._task and self.replayer._task.done())
+
     async def metrics(self) -> str:
         return str((await self.service.monitoring.get("/metrics")).text)
 
 
+def replays(engine: FakeEngine) -> list[inference_pb2.GenerateRequest]:
+    """The requests that no user sent."""
+    return [each for each in engine.requests if each.priority < 0]
+
+
+PATIENT = {"placement": {"breaker": {"failures": 1000}}}
+"""Routing in which engines that fail are not ejected."""
 Started = Callable[..., contextlib.AbstractAsyncContextManager[Trial]]
 
 
@@ -335,7 +348,7 @@ def test_an_engine_that_comes_back_is_asked_again(started: Started) -> None:
 
 def test_a_canary_that_fails_agrees_in_nothing(started: Started) -> None:
     async def scenario() -> None:
-        async with started(routing={"placement": {"breaker": {"failures": 1000}}}) as trial:
+        async with started(routing=PATIENT) as trial:
             trial.canary.script.fail_after = 0
             trial.write_prompts()
             trial.begin()
@@ -356,6 +369,129 @@ def test_prompts_that_engines_refuse_are_left_out(started: Started) -> None:
             trial.begin()
             await trial.until_unjudged(Unjudged.FAILING)
             assert trial.replayer.counts.prompts == 0
+
+    asyncio.run(scenario())
+
+
+def test_refused_samples_are_counted_and_their_number_is_limited(started: Started) -> None:
+    async def scenario() -> None:
+        async with started() as trial:
+            trial.canary.has_logprobs = False
+            trial.begin(sampled=True)
+            await trial.until_unjudged(Unjudged.FEW_PROMPTS)
+            assert (await trial.service.chat("first", max_tokens=1)).status_code == 200
+            await trial.until_unjudged(Unjudged.FAILING)
+            for number in range(MAX_PROMPTS + 3):
+                assert (await trial.service.chat(f"{number}", max_tokens=1)).status_code == 200
+            await trial.until_ended()
+            assert trial.replayer.unjudged is Unjudged.FAILING
+            assert len(replays(trial.canary)) == trial.replayer.counts.refused == MAX_PROMPTS
+            assert (trial.replayer.counts.prompts, len(trial.replayer._sampled)) == (0, 0)
+            assert len(trial.replayer._seen) == MAX_PROMPTS
+            page = await trial.metrics()
+            assert f'answers{{trial="new/0",what="refused"}} {MAX_PROMPTS}.0' in page
+            assert 'answers_unjudged{reason="Failing",trial="new/0"} 1.0' in page
+
+    asyncio.run(scenario())
+
+
+def test_prompts_that_no_stable_engine_can_answer_are_given_up(started: Started) -> None:
+    async def scenario() -> None:
+        async with started(routing=PATIENT) as trial:
+            trial.stable.script.fail_after = 0
+            trial.write_prompts()
+            trial.begin()
+            await trial.until_ended()
+            assert trial.replayer.unjudged is Unjudged.FAILING
+            assert trial.replayer.counts.refused == MIN_PROMPTS
+            assert len(trial.stable.requests) == MIN_PROMPTS * replay.MAX_TRIES
+            assert not trial.canary.requests
+
+    asyncio.run(scenario())
+
+
+def test_engines_that_are_away_each_time_are_asked_a_limited_number_of_times(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "MAX_TRIES", 1)
+
+    async def scenario() -> None:
+        async with started(routing=PATIENT) as trial:
+            code = grpc.StatusCode.UNAVAILABLE
+            trial.canary.script.refuse = ServiceError(code, "DRAINING", "later")
+            trial.write_prompts([f"prompt {n}" for n in range(10 * MAX_PROMPTS)])
+            trial.begin()
+            await trial.until_ended()
+            assert trial.replayer.unjudged is Unjudged.FAILING
+            assert trial.replayer.counts.refused == MAX_PROMPTS
+            rounds = MAX_PROMPTS * replay.MAX_ROUNDS
+            assert len(trial.stable.requests) == len(trial.canary.requests) == rounds
+
+    asyncio.run(scenario())
+
+
+def test_engines_that_are_full_are_asked_until_they_have_room(started: Started) -> None:
+    async def scenario() -> None:
+        async with started(routing=PATIENT) as trial:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            trial.canary.script.refuse = ServiceError(code, "NO_MEMORY", "full")
+            trial.write_prompts()
+            trial.begin()
+            rounds = MIN_PROMPTS * replay.MAX_ROUNDS
+            await trial.service.until(lambda: len(trial.stable.requests) > rounds)
+            await trial.until_unjudged(Unjudged.ENGINES_BUSY)
+            trial.canary.script.refuse = None
+            await trial.until_ended()
+            counts = trial.replayer.counts
+            assert (counts.prompts, counts.refused) == (MIN_PROMPTS, 0)
+            assert trial.replayer.unjudged is None
+
+    asyncio.run(scenario())
+
+
+LARGE = "x" * 1700
+"""A prompt above a tenth of the memory of idle engines, but within their `max_model_len`."""
+
+
+def test_prompts_of_a_file_that_are_too_large_make_way_for_others(started: Started) -> None:
+    async def scenario() -> None:
+        async with started() as trial:
+            trial.write_prompts([*(f"{LARGE}{n}" for n in range(2 * MAX_PROMPTS)), *PROMPTS])
+            trial.begin()
+            await trial.until_ended()
+            counts = trial.replayer.counts
+            assert (counts.prompts, counts.refused) == (MIN_PROMPTS, 0)
+            assert trial.replayer.unjudged is None
+
+            trial.write_prompts([f"{LARGE}{n}" for n in range(MIN_PROMPTS)])
+            trial.begin(step=1)
+            await trial.service.until(lambda: trial.replayer.trial == "new/1")
+            await trial.until_ended()
+            assert trial.replayer.unjudged is Unjudged.FAILING
+            assert len(trial.stable.requests) == MIN_PROMPTS
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_are_too_large_for_one_side_are_not_sampled(started: Started) -> None:
+    async def scenario() -> None:
+        async with started() as trial:
+            blocks = 50
+            trial.canary.push(kv_pool_bytes=blocks * 16_000, headroom_bytes=blocks * 16_000)
+            trial.begin(sampled=True)
+            engines = trial.service.router.service.engines
+            await trial.service.until(lambda: engines.is_ready_on(Side.CANARY))
+            large = "x" * (blocks * 16 // 10)
+            for number in range(MAX_PROMPTS):
+                answer = await trial.service.chat(f"{large}{number}", max_tokens=1)
+                assert answer.status_code == 200
+            assert not trial.replayer._seen
+            for number in range(MIN_PROMPTS):
+                assert (await trial.service.chat(f"{number}", max_tokens=1)).status_code == 200
+            await trial.until_compared()
+            lengths = [len(each.token_ids.ids) for each in replays(trial.stable)]
+            assert len(lengths) == MIN_PROMPTS
+            assert max(lengths) < len(large)
 
     asyncio.run(scenario())
 
