@@ -15,7 +15,7 @@ from ullage_common import version
 from ullage_router.http import client_timeout
 from ullage_router.http.anthropic import answers as messages
 from ullage_router.http.anthropic.schemas import (
-    Block,
+    ContentBlock,
     CountTokensRequest,
     MessagesRequest,
     MessagesTool,
@@ -88,7 +88,7 @@ RAW_FIELDS: Mapping[tuple[type[msgspec.Struct], str], Any] = {
     (MessagesRequest, "tools"): list[MessagesTool] | None,
     (MessagesTool, "input_schema"): AnyObject,
     (OutputFormat, "schema"): AnyObject | bool | str | None,
-    (Block, "input"): AnyObject | None,
+    (ContentBlock, "input"): AnyObject | None,
     (StructuredOutputs, "json"): dict[str, Any] | bool | str | None,
 }
 """Types of the fields whose JSON is decoded later or elsewhere."""

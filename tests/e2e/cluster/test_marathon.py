@@ -29,7 +29,7 @@ def test_no_answer_is_lost_or_differs(
     hold_nodes: Callable[[int], AbstractContextManager[None]],
     tmp_path: Path,
 ) -> None:
-    victims = [*names(service.pods()), release.selector()]
+    victims = [*names(service.pods()), release.selector]
     pods = [f"--pod={victim}" for victim in victims]
     node = service.pods()[0]["spec"]["nodeName"]
     report = tmp_path / "report.json"

@@ -8,7 +8,7 @@ from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
 from ullage_common.wire.limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from ullage_common.wire.validation import check_calls, invalid_value
 from ullage_router.http.anthropic.schemas import (
-    Block,
+    ContentBlock,
     CountTokensRequest,
     MessageParam,
     MessagesRequest,
@@ -221,7 +221,7 @@ def _texts(field: str, content: str | TextBlocks) -> str:
     return SEPARATOR.join(_text(f"{field}[{i}]", block, "text") for i, block in enumerate(content))
 
 
-def _text(field: str, block: Block | TextBlock, possible: str) -> str:
+def _text(field: str, block: ContentBlock | TextBlock, possible: str) -> str:
     if block.type != "text":
         raise invalid_value(f"{field}.type", block.type, possible)
     if block.text is None:

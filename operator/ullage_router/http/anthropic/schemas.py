@@ -22,7 +22,7 @@ class TextBlock(msgspec.Struct, frozen=True):
 TextBlocks = Annotated[list[TextBlock], msgspec.Meta(max_length=MAX_PARTS)]
 
 
-class Block(msgspec.Struct, frozen=True):
+class ContentBlock(msgspec.Struct, frozen=True):
     """A block of a message: text, a call, the result of a call, or thoughts."""
 
     type: str
@@ -39,7 +39,7 @@ class MessageParam(msgspec.Struct, frozen=True):
     """A message of a conversation."""
 
     role: str
-    content: str | Annotated[list[Block], msgspec.Meta(max_length=MAX_PARTS)]
+    content: str | Annotated[list[ContentBlock], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class MessagesTool(msgspec.Struct, frozen=True):
