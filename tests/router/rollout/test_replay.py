@@ -101,6 +101,11 @@ class Trial:
         section = {"revision": "new", "weight": weight, "pools": pools}
         self._file.write_text(json.dumps({"revision": "old", "canary": section}))
 
+    async def until_ready(self) -> None:
+        """Wait until the router may send requests to both sides."""
+        engines = self.service.router.service.engines
+        await self.service.until(lambda: all(map(engines.is_ready_on, Side)))
+
     async def until_compared(self, prompts: int = MIN_PROMPTS) -> None:
         await self.service.until(lambda: self.replayer.counts.prompts >= prompts)
 
@@ -212,6 +217,7 @@ def test_prompts_are_taken_from_requests_until_there_are_enough(
     async def scenario() -> None:
         async with started() as trial:
             trial.begin(sampled=True)
+            await trial.until_ready()
             await trial.until_unjudged(Unjudged.FEW_PROMPTS)
             assert not trial.canary.requests
             for number in range(MAX_PROMPTS + 4):
@@ -378,6 +384,7 @@ def test_refused_samples_are_counted_and_their_number_is_limited(started: Starte
         async with started() as trial:
             trial.canary.has_logprobs = False
             trial.begin(sampled=True)
+            await trial.until_ready()
             await trial.until_unjudged(Unjudged.FEW_PROMPTS)
             assert (await trial.service.chat("first", max_tokens=1)).status_code == 200
             await trial.until_unjudged(Unjudged.FAILING)
@@ -479,8 +486,7 @@ def test_requests_that_are_too_large_for_one_side_are_not_sampled(started: Start
             blocks = 50
             trial.canary.push(kv_pool_bytes=blocks * 16_000, headroom_bytes=blocks * 16_000)
             trial.begin(sampled=True)
-            engines = trial.service.router.service.engines
-            await trial.service.until(lambda: engines.is_ready_on(Side.CANARY))
+            await trial.until_ready()
             large = "x" * (blocks * 16 // 10)
             for number in range(MAX_PROMPTS):
                 answer = await trial.service.chat(f"{large}{number}", max_tokens=1)
