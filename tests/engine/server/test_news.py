@@ -27,6 +27,9 @@ class Bytes:
     def text_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 
+    def is_special(self, token_id: int) -> bool:
+        return False
+
 
 class Reader:
     """Notes the texts of the samples at each of its wakes, and how the last one ended."""

@@ -704,7 +704,7 @@ def test_a_step_waits_for_answers_until_its_time_is_up(cluster):
     cluster.step()
     cluster.step(3)
     message = cluster.condition("Progressing")["message"]
-    assert "waits for answers to 8 replayed prompts (3 so far) until" in message
+    assert "answers to 8 replayed prompts with 64 tokens (3 with 48 so far) until" in message
     assert "answers not judged (NoStableEngine)" in message
     cluster.step(3)
     assert cluster.stages[-1] == "Canary 25% (2/2)"
