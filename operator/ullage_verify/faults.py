@@ -130,7 +130,7 @@ async def _partition(processes: ServerProcesses) -> float:
         raise TargetError(
             f"the processes of --pid {processes.pid} are not connected to each other by TCP"
         )
-    with _needs_root("packets cannot be dropped"), dropped_packets(ports):
+    with _needs_root("packets cannot be dropped"), dropped_packets(ports, PARTITION_S):
         hit_at = time.monotonic()
         await asyncio.sleep(PARTITION_S)
     return hit_at

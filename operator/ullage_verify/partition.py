@@ -1,6 +1,7 @@
 """Drops the packets between a server's own processes, such as a router and its engines."""
 
 import contextlib
+import math
 import os
 import subprocess
 from collections.abc import Iterable, Iterator, Set
@@ -14,6 +15,8 @@ TABLES = ("tcp", "tcp6")
 ESTABLISHED = "01"
 LISTENING = "0A"
 NFT_TIMEOUT_S = 10.0
+GRACE_S = 5
+"""Seconds after which the kernel stops dropping packets, if nobody has removed the rules."""
 
 
 class TcpSocket(NamedTuple):
@@ -96,19 +99,30 @@ def _port(address: str) -> int:
 
 
 @contextlib.contextmanager
-def dropped_packets(ports: Set[int]) -> Iterator[None]:
+def dropped_packets(ports: Set[int], seconds: float) -> Iterator[None]:
     """Drop all TCP packets between this machine's own processes at the given ports for the block.
+
+    Args:
+        ports: the ports.
+        seconds: duration of the block. Somewhat later, the kernel itself stops dropping packets, in
+            case this process was killed.
 
     Raises:
         OSError: `nft` is missing, or this user may not set rules.
     """
-    listed = ", ".join(map(str, sorted(ports)))
+    timeout_s = math.ceil(seconds) + GRACE_S
+    elements = ", ".join(f"{port} timeout {timeout_s}s" for port in sorted(ports))
     rules = f"""
         table inet {TABLE} {{
+            set ports {{
+                type inet_service
+                flags timeout
+                elements = {{ {elements} }}
+            }}
             chain input {{
                 type filter hook input priority 0;
-                iif lo tcp dport {{ {listed} }} drop
-                iif lo tcp sport {{ {listed} }} drop
+                iif lo tcp dport @ports drop
+                iif lo tcp sport @ports drop
             }}
         }}
     """

@@ -221,6 +221,32 @@ def test_packets_between_processes_are_dropped_for_a_time(
     assert "ullage_verify" not in rules.stdout
 
 
+KILLED_PARTITION = """
+import os, sys
+from ullage_verify import partition
+partition.GRACE_S = 1
+with partition.dropped_packets({int(sys.argv[1])}, 0.0):
+    print(partition.TABLE, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(
+    not IS_ROOT or shutil.which("nft") is None, reason="dropping packets needs root and nft"
+)
+def test_a_partition_ends_even_if_the_command_is_killed(pair: tuple[int, socket.socket]) -> None:
+    first, client = pair
+    echo_s(client)
+    (port,) = internal_ports(ServerProcesses(first).family())
+    command = [sys.executable, "-c", KILLED_PARTITION, str(port)]
+    table = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        assert echo_s(client) > 0.3
+        echo_s(client)
+    finally:
+        subprocess.run(["nft", "delete", "table", "inet", table], check=True)
+
+
 @pytest.mark.skipif(not IS_ROOT, reason="another network namespace needs root")
 def test_processes_in_another_network_have_no_partition() -> None:
     command = ["unshare", "--net", sys.executable, "-c", "print(flush=True); input()"]
