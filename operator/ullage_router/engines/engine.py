@@ -414,6 +414,7 @@ class Engine:
             step_limit_s=min(self._credit.step_limit_s, report.step_limit_s or math.inf),
             max_sequences=report.max_sequences,
             releases=self._releases,
+            unreported=self._credit.total,
         )
 
     def _on_state_change(self) -> None:

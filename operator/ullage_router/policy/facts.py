@@ -77,6 +77,8 @@ class EngineView(msgspec.Struct, frozen=True):
     """Number of requests that are running, waiting or in flight."""
     releases: tuple[Release, ...] = ()
     """Predicted releases of memory, soonest first."""
+    unreported: int = 0
+    """Bytes of requests that were sent after the engine predicted its releases."""
     backlog_tokens: int = 0
     """Number of prompt tokens queued for prefill ahead of a new request's prompt."""
     prefill_pairs: int = 0

@@ -1,12 +1,14 @@
 """Decides when a client should retry, and how many retries the router itself may make.
 
 Retry-After is the time until memory is predicted to be free. The prediction is based on the
-engines' reports of when running requests will release memory. Released memory goes to queued
-requests first, on any engine of the pool. After that, one engine must have enough memory for the
-request itself. Beyond the last known release, memory is assumed to be released at the same rate.
-Requests that were refused earlier and will be retried also come first (`deferral.py`), which
-spreads a burst of refusals over time. Jitter separates clients that would retry in the same second,
-here or at another router with the same forecast.
+engines' reports of when running requests will release memory. In a burst, an engine gets many
+requests before its next report. Their release is predicted from the engine's speed.
+
+Released memory goes to queued requests first, on any engine of the pool. After that, one engine
+must have enough memory for the request itself. Beyond the last known release, memory is assumed to
+be released at the same rate. Requests that were refused earlier and will be retried also come first
+(`deferral.py`), which spreads a burst of refusals over time. Jitter separates clients that would
+retry in the same second, here or at another router with the same forecast.
 
 The router's own retries are capped by a token bucket, so that failures cannot multiply the load.
 Every request adds a fraction of a token, `share`, and every second adds `per_second` tokens, up to
@@ -46,14 +48,27 @@ def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | No
     """
     alone = min(_alone_s(engine, needed) for engine in engines)
     available = sum(max(0, engine.available) for engine in engines)
-    releases = [release for engine in engines for release in engine.releases]
+    releases = [release for engine in engines for release in _all_releases(engine)]
     seconds = max(alone, release_s(available, releases, needed + ahead))
     return None if seconds == math.inf else seconds
 
 
 def _alone_s(engine: EngineView, needed: int) -> float:
     """Return the predicted seconds until this engine has enough memory and no prefill backlog."""
-    return max(release_s(engine.available, engine.releases, needed), engine.backlog_s)
+    return max(release_s(engine.available, _all_releases(engine), needed), engine.backlog_s)
+
+
+def _all_releases(engine: EngineView) -> tuple[Release, ...]:
+    """Return the reported releases, and one of all requests that the report does not include.
+
+    Those requests are assumed to run together: their prompts first, then outputs of the expected
+    length. They are left out while the engine's speed is unknown.
+    """
+    step_s = engine.step_s(max(1, engine.load))
+    if not (engine.unreported and step_s):
+        return engine.releases
+    after_s = engine.backlog_s + engine.expected_output * step_s
+    return (*engine.releases, Release(after_s, engine.unreported))
 
 
 def release_s(available: int, releases: Iterable[Release], needed: int) -> float:
@@ -85,10 +100,11 @@ def drain_s(engines: Sequence[EngineView], size: int) -> float:
 
 def _release_rate(engine: EngineView) -> float:
     """Return the predicted rate of memory release in bytes per second (0 if unknown)."""
-    if not engine.releases:
+    releases = _all_releases(engine)
+    if not releases:
         return 0.0
-    last_s = max(release.after_s for release in engine.releases)
-    return sum(release.size for release in engine.releases) / max(last_s, LEAST_SPAN_S)
+    last_s = max(release.after_s for release in releases)
+    return sum(release.size for release in releases) / max(last_s, LEAST_SPAN_S)
 
 
 def retry_after(

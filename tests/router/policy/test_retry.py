@@ -56,6 +56,22 @@ TABLE = {
         0,
         (10, 12),
     ),
+    # 100 prompt tokens take 1 s, and 16 output tokens 8 s.
+    "sent after the last report": (
+        engine(
+            0, backlog_tokens=100, prefill_speed=100.0, decode_speed=2.0, load=2, unreported=400
+        ),
+        300,
+        0,
+        (9, 11),
+    ),
+    "sent after the last report, speed unknown": (engine(0, unreported=400), 300, 0, (5, 10)),
+    "a report first": (
+        engine(0, (2.5, 100), decode_speed=2.0, load=2, unreported=400),
+        100,
+        0,
+        (3, 3),
+    ),
     "overcommitted": (engine(-50, (1.5, 50), (3.5, 50)), 50, 0, (4, 5)),
 }
 
@@ -93,12 +109,19 @@ def test_what_was_refused_takes_the_time_in_which_as_much_is_released() -> None:
 
 engines = st.lists(
     st.builds(
-        lambda available, releases, backlog: engine(
-            available, *releases, backlog_tokens=backlog, prefill_speed=100.0
+        lambda available, releases, backlog, speed, unreported: engine(
+            available,
+            *releases,
+            backlog_tokens=backlog,
+            prefill_speed=100.0,
+            decode_speed=speed,
+            unreported=unreported,
         ),
         st.integers(-500, 500),
         st.lists(st.tuples(st.floats(0, 60), st.integers(0, 300)), max_size=5),
         st.integers(0, 5000),
+        st.sampled_from([0.0, 0.5, 20.0]),
+        st.integers(0, 300),
     ),
     min_size=1,
     max_size=4,
