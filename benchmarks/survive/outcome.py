@@ -55,7 +55,8 @@ class Outcome:
             return f"goes on{after}"
 
         count = self.whole + self.broken
-        some = "all end" if self.broken == count else f"{self.broken} of {count} end"
+        verb = "breaks" if self.broken == 1 else "break"
+        some = "all break off" if self.broken == count else f"{self.broken} of {count} {verb} off"
         if any(error.startswith("silent") for error in self.errors):
             some = f"no word for {self.longest_pause_s:.0f} s"
         return some if self.back_s is not None else f"{some}, server gone"

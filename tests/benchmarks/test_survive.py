@@ -252,8 +252,12 @@ def test_health_counts_only_while_a_broken_stream_waits() -> None:
     [
         (Outcome("s", "kill", whole=3, back_s=1.0), "goes on"),
         (Outcome("s", "kill", whole=3, back_s=1.0, longest_pause_s=17.7), "goes on after 18 s"),
-        (Outcome("s", "kill", whole=1, broken=2, back_s=1.0, errors=["broken"]), "2 of 3 end"),
-        (Outcome("s", "kill", broken=3, errors=["broken off"]), "all end, server gone"),
+        (
+            Outcome("s", "kill", whole=1, broken=2, back_s=1.0, errors=["broken"]),
+            "2 of 3 break off",
+        ),
+        (Outcome("s", "kill", whole=2, broken=1, back_s=1.0), "1 of 3 breaks off"),
+        (Outcome("s", "kill", broken=3, errors=["broken off"]), "all break off, server gone"),
         (
             Outcome("s", "kill", broken=3, longest_pause_s=150.2, errors=["silent for 150 s"]),
             "no word for 150 s, server gone",
@@ -275,7 +279,7 @@ def test_the_summary_has_a_column_for_each_server() -> None:
     assert lines[0] == "| what happens | report | case | vllm | ullage |"
     assert lines[2] == (
         "| log-probabilities of a long prompt | vllm#14239 | `logprobs` "
-        "| all end, server gone | goes on |"
+        "| all break off, server gone | goes on |"
     )
     assert lines[3].endswith("| `kill` |  | goes on |")
 
