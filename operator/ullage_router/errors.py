@@ -38,6 +38,7 @@ REPLACED = "REPLACED"
 STOPPED = "STOPPED"
 ENGINE_SILENT = "ENGINE_SILENT"
 ENGINE_LOST = "ENGINE_LOST"
+ENGINE_RECOVERING = "ENGINE_RECOVERING"
 ENGINE_STALLED = "ENGINE_STALLED"
 KEY_REUSED = "IDEMPOTENCY_KEY_REUSED"
 
@@ -77,7 +78,7 @@ OF_THE_ROUTER = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERM
 
 Engines never see clients' API keys, so these errors are not the client's fault.
 """
-_NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED"}
+_NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED", ENGINE_RECOVERING}
 _FAULTS = OF_THE_ROUTER | frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -167,6 +168,16 @@ def silent_engine(engine: str, silent_s: float) -> ServiceError:
         grpc.StatusCode.UNAVAILABLE,
         ENGINE_SILENT,
         f"engine {engine} has sent nothing for {silent_s:.1f} s; retry, another one will answer",
+        retry_after_s=1,
+    )
+
+
+def recovering_engine(engine: str, seconds: float) -> ServiceError:
+    """Return the error for a request whose engine has had no worker for some seconds."""
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        ENGINE_RECOVERING,
+        f"engine {engine} has had no worker for {seconds:.1f} s; retry, another one will answer",
         retry_after_s=1,
     )
 

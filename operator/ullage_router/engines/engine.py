@@ -21,7 +21,7 @@ from ullage_router.engines.connection import EngineConnection
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
 from ullage_router.engines.multiplex import ConnectionBroken, Metadata
 from ullage_router.engines.reports import ReportSequence, report_interval_ms
-from ullage_router.errors import is_engine_fault, no_stream, silent_engine
+from ullage_router.errors import is_engine_fault, no_stream, recovering_engine, silent_engine
 from ullage_router.policy.circuit_breaker import CircuitBreaker
 from ullage_router.policy.credit import Credit, CreditBook, Held
 from ullage_router.policy.decision import route_of
@@ -34,6 +34,11 @@ STALE_AFTER_S = 3 * HEARTBEAT_S
 """Seconds without a report after which an engine gets no new requests."""
 HOPELESS_AFTER_S = 10 * HEARTBEAT_S
 """Seconds without a report after which requests stop waiting for the engine to come back."""
+MOVE_AFTER_S = 2.0
+"""Seconds without a worker after which an engine's answers move to another engine.
+
+A worker of the native engine is usually back by then, and continues its answers itself.
+"""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 """Maximum seconds between two attempts to reopen an engine's report stream."""
@@ -86,6 +91,9 @@ class EngineOwner(Protocol):
 
     def has_another(self, engine: "Engine") -> bool:
         """Return whether there is a ready engine other than the given engine."""
+
+    def has_equal(self, engine: "Engine") -> bool:
+        """Return whether another ready engine has the same numerics as the given engine."""
 
     def dial(self, address: str, is_plaintext: bool) -> grpc.aio.Channel:
         """Open a channel to an engine with the current credentials.
@@ -170,6 +178,8 @@ class Engine:
         self._is_connected = False
         self._loss = ""
         """Why the engine's reports have stopped arriving (empty while they arrive)."""
+        self._worker_lost_at = math.inf
+        """Monotonic time of the first report without a worker, or infinity while it is ready."""
         self._releases: tuple[Release, ...] = ()
         self._step_seconds: tuple[float, ...] = ()
         self._reported_backlog = 0
@@ -179,10 +189,7 @@ class Engine:
 
         # The requests in flight
         self.breaker = CircuitBreaker(breaker)
-        self.watchdog = StreamWatchdog(
-            lambda: self.is_silent and owner.has_another(self),
-            lambda: silent_engine(self.id, self.age_s),
-        )
+        self.watchdog = StreamWatchdog(self._reason_to_move)
         self._credit = CreditBook()
 
         # The view, which is computed when a decision asks for it
@@ -301,6 +308,21 @@ class Engine:
     def is_silent(self) -> bool:
         """Whether the engine has missed its heartbeats, for example because it exited or hangs."""
         return self.age_s > STALE_AFTER_S
+
+    def _reason_to_move(self) -> ServiceError | None:
+        """Return why the engine's answers should move to another engine, or None if they stay.
+
+        An answer leaves a silent engine for any other. If only the worker is lost, the engine
+        resumes the answer itself, so the answer moves only if that takes long and another engine
+        would give the same words.
+        """
+        if self.is_silent:
+            return silent_engine(self.id, self.age_s) if self._owner.has_another(self) else None
+
+        lost_s = time.monotonic() - self._worker_lost_at
+        if lost_s > MOVE_AFTER_S and self._owner.has_equal(self):
+            return recovering_engine(self.id, lost_s)
+        return None
 
     @property
     def is_over(self) -> bool:
@@ -581,6 +603,11 @@ class Engine:
         self.order.on_worker_restarts(headroom.worker_restarts)
         if self.order.workers_lost > workers_lost:
             self.lost_unix = time.time()
+
+        if headroom.ready:
+            self._worker_lost_at = math.inf
+        elif self.headroom and self.headroom.ready:
+            self._worker_lost_at = time.monotonic()
 
         self.headroom = headroom
         self._releases = tuple(Release(r.after_ms / 1000, r.bytes) for r in headroom.releases)

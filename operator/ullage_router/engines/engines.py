@@ -591,6 +591,15 @@ class Engines:
         """Return whether there is a ready engine other than the given engine."""
         return any(e.state == "ready" for e in self._engines.values() if e is not engine)
 
+    def has_equal(self, engine: Engine) -> bool:
+        """Return whether another ready engine has the same numerics as the given engine."""
+        digest = engine.numerics.digest
+        return bool(digest) and any(
+            e.state == "ready" and e.numerics.digest == digest
+            for e in self._engines.values()
+            if e is not engine
+        )
+
     def on_change(self) -> None:
         """Notify the router that an engine's memory or state may have changed."""
         self._on_change()

@@ -5,7 +5,7 @@ coalesced: the engine waits briefly for more tokens before it sends them
 (`ullage_common.wire.flow_control`), and the reader gets all buffered tokens at once, up to
 `coalesce_tokens`. If an answer is paced, its tokens reach the reader no faster than a given rate.
 
-A watchdog ends all streams of an engine that falls silent.
+A watchdog ends all streams of an engine that falls silent or is without a worker for too long.
 """
 
 import asyncio
@@ -257,21 +257,19 @@ class ReceiveBuffer:
 
 
 class StreamWatchdog:
-    """Ends all streams of one engine when the engine falls silent.
+    """Ends all streams of one engine if they should move to another engine.
 
     Args:
-        is_silent: returns whether the engine counts as silent.
-        error: returns the error that the streams raise.
+        reason_to_move: returns the error that the streams raise, or None if they may stay.
     """
 
-    def __init__(self, is_silent: Callable[[], bool], error: Callable[[], ServiceError]) -> None:
-        self._is_silent = is_silent
-        self._error = error
+    def __init__(self, reason_to_move: Callable[[], ServiceError | None]) -> None:
+        self._reason_to_move = reason_to_move
         self._open: set[Source] = set()
         self._check_at: float | None = None
 
     def watch(self, stream: Source) -> None:
-        """Watch a stream, and end it with an error when the engine falls silent."""
+        """Watch a stream, and end it with an error when it should move."""
         self._open.add(stream)
         self._arm()
 
@@ -289,12 +287,15 @@ class StreamWatchdog:
         self._check_at = None
         if not self._open:
             return
+
         now = asyncio.get_running_loop().time()
         # If this process itself was paused, the reports of that time are not yet read.
         was_paused = now - planned > CHECK_INTERVAL_S
-        if not was_paused and self._is_silent():
-            for stream in self._open:
-                stream.end(self._error())
-            self._open.clear()
-        else:
+        error = None if was_paused else self._reason_to_move()
+        if error is None:
             self._arm()
+            return
+
+        for stream in self._open:
+            stream.end(self._reason_to_move() or error)  # an exception belongs to one stream
+        self._open.clear()

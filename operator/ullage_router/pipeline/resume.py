@@ -281,4 +281,6 @@ def _cause_of(error: ServiceError) -> str:
         return "leaving"
     if error.reason == errors.ENGINE_SILENT:
         return "silent"
+    if error.reason == errors.ENGINE_RECOVERING:
+        return "recovering"
     return "connection" if error.code is grpc.StatusCode.UNAVAILABLE else "error"

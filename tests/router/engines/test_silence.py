@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ullage_router.engines import discovery, engines
+from ullage_router.engines.engine import MOVE_AFTER_S
+from ullage_router.engines.flow_control import CHECK_INTERVAL_S
 
 if TYPE_CHECKING:
     Service = Any
@@ -74,6 +76,58 @@ def test_silence_after_the_first_token_ends_the_answer_at_the_deadline(
             choice = answer.json()["choices"][0]
             assert choice["text"] == service.engine.script.words[0]
             assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "ENGINE_SILENT")
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_leaves_an_engine_whose_worker_stays_away(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            for engine in service.engines:
+                engine.set_facts(dtype="float32")
+                engine.script.pause = asyncio.Event()
+            task = asyncio.ensure_future(service.complete())
+            await service.until(lambda: any(engine.requests for engine in service.engines))
+            lost, other = sorted(service.engines, key=lambda e: not e.requests)
+            other.script.pause = None
+            lost.push(ready=False)
+
+            answer = await asyncio.wait_for(task, PATIENCE_S)
+            assert answer.json()["choices"][0]["text"] == "".join(lost.script.words)
+            assert answer.headers["x-ullage-resumed-on"] == other.headroom.engine
+            assert "x-ullage-resumed-inexact" not in answer.headers
+            await service.until(lambda: len(lost.cancelled) == 1, PATIENCE_S)
+            text = (await service.monitoring.get("/metrics")).text
+            assert 'resumptions_total{cause="recovering",outcome="resumed"} 1.0' in text
+
+            # Its breaker does not hold the death of a worker against the engine.
+            lost.push(ready=True)
+            breakers = [each["breaker"] for each in (await service.stats())["engines"]]
+            assert {each["state"] for each in breakers} == {"closed"}
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_waits_for_its_worker_if_no_engine_would_give_the_same_words(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            for number, engine in enumerate(service.engines):
+                engine.set_facts(threads=str(number))
+                engine.script.pause = asyncio.Event()
+            task = asyncio.ensure_future(service.complete())
+            await service.until(lambda: any(engine.requests for engine in service.engines))
+            lost, other = sorted(service.engines, key=lambda e: not e.requests)
+            lost.push(ready=False)
+            await service.until(lambda: service.engine_state(lost.headroom.engine) == "loading")
+
+            # Two checks of the watchdog after the time at which the answer might have moved.
+            await asyncio.sleep(MOVE_AFTER_S + 2 * CHECK_INTERVAL_S)
+            lost.push(ready=True)
+            lost.script.pause.set()
+            assert (await asyncio.wait_for(task, PATIENCE_S)).status_code == 200
+            assert not other.requests
 
     asyncio.run(scenario())
 
