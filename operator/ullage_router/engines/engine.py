@@ -189,7 +189,7 @@ class Engine:
 
         # The requests in flight
         self.breaker = CircuitBreaker(breaker)
-        self.watchdog = StreamWatchdog(self._reason_to_move)
+        self.watchdog = StreamWatchdog(self._loss_error, self._delay_error)
         self._credit = CreditBook()
 
         # The view, which is computed when a decision asks for it
@@ -309,20 +309,19 @@ class Engine:
         """Whether the engine has missed its heartbeats, for example because it exited or hangs."""
         return self.age_s > STALE_AFTER_S
 
-    def _reason_to_move(self) -> ServiceError | None:
-        """Return why the engine's answers should move to another engine, or None if they stay.
+    def _loss_error(self) -> ServiceError | None:
+        """Return an error if the engine is silent and another one can take its answers."""
+        is_lost = self.is_silent and self._owner.has_another(self)
+        return silent_engine(self.id, self.age_s) if is_lost else None
 
-        An answer leaves a silent engine for any other. If only the worker is lost, the engine
-        resumes the answer itself, so the answer moves only if that takes long and another engine
-        would give the same words.
+    def _delay_error(self) -> ServiceError | None:
+        """Return an error if the next worker takes long and another engine gives the same words.
+
+        An engine resumes its answers itself when its next worker is ready.
         """
-        if self.is_silent:
-            return silent_engine(self.id, self.age_s) if self._owner.has_another(self) else None
-
         lost_s = time.monotonic() - self._worker_lost_at
-        if lost_s > MOVE_AFTER_S and self._owner.has_equal(self):
-            return recovering_engine(self.id, lost_s)
-        return None
+        is_late = lost_s > MOVE_AFTER_S and self._owner.has_equal(self)
+        return recovering_engine(self.id, lost_s) if is_late else None
 
     @property
     def is_over(self) -> bool:

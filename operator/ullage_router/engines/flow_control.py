@@ -257,25 +257,38 @@ class ReceiveBuffer:
 
 
 class StreamWatchdog:
-    """Ends all streams of one engine if they should move to another engine.
+    """Ends the streams of one engine that should move to another engine.
 
     Args:
-        reason_to_move: returns the error that the streams raise, or None if they may stay.
+        loss: returns the error of all streams if the engine is lost, else None.
+        delay: returns the error of impatient streams if the engine has had no worker for too long,
+            else None.
     """
 
-    def __init__(self, reason_to_move: Callable[[], ServiceError | None]) -> None:
-        self._reason_to_move = reason_to_move
-        self._open: set[Source] = set()
+    def __init__(
+        self, loss: Callable[[], ServiceError | None], delay: Callable[[], ServiceError | None]
+    ) -> None:
+        self._loss = loss
+        self._delay = delay
+        self._patient: set[Source] = set()
+        self._impatient: set[Source] = set()
         self._check_at: float | None = None
 
-    def watch(self, stream: Source) -> None:
-        """Watch a stream, and end it with an error when it should move."""
-        self._open.add(stream)
+    def watch(self, stream: Source, *, is_patient: bool = False) -> None:
+        """Watch a stream, and end it with an error when it should move.
+
+        Args:
+            is_patient: whether the stream waits for the engine's next worker, however long it
+                takes. A later call for the same stream may change it.
+        """
+        self.forget(stream)
+        (self._patient if is_patient else self._impatient).add(stream)
         self._arm()
 
     def forget(self, stream: Source) -> None:
         """Stop watching a stream that has ended or is no longer read."""
-        self._open.discard(stream)
+        self._patient.discard(stream)
+        self._impatient.discard(stream)
 
     def _arm(self) -> None:
         if self._check_at is None:
@@ -285,17 +298,20 @@ class StreamWatchdog:
 
     def _check(self, planned: float) -> None:
         self._check_at = None
-        if not self._open:
-            return
-
         now = asyncio.get_running_loop().time()
         # If this process itself was paused, the reports of that time are not yet read.
-        was_paused = now - planned > CHECK_INTERVAL_S
-        error = None if was_paused else self._reason_to_move()
-        if error is None:
+        if now - planned <= CHECK_INTERVAL_S:
+            _end_all(self._patient, self._loss)
+            _end_all(self._impatient, lambda: self._loss() or self._delay())
+        if self._patient or self._impatient:
             self._arm()
-            return
 
-        for stream in self._open:
-            stream.end(self._reason_to_move() or error)  # an exception belongs to one stream
-        self._open.clear()
+
+def _end_all(streams: set[Source], reason: Callable[[], ServiceError | None]) -> None:
+    """End the streams, each with an error of its own, if there is a reason to."""
+    for stream in tuple(streams):
+        error = reason()
+        if error is None:
+            return
+        streams.discard(stream)
+        stream.end(error)

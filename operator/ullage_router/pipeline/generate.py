@@ -165,7 +165,9 @@ class EngineSender:
 
         try:
             source = self._open(call, reservation, request, span)
-            engine.watchdog.watch(source)
+            # An answer that moved and has no new token yet does not move again because of a worker:
+            # it may be the cause, and the engine counts the workers that died over it.
+            engine.watchdog.watch(source, is_patient=progress.has_begun)
             accepted = (await _expect(source)).accepted
             engine.on_accepted(reservation.credit)
             call.record.note("admitted", engine=engine.id)
@@ -184,6 +186,7 @@ class EngineSender:
                 span.end(error=error.reason if isinstance(error, ServiceError) else "CANCELLED")
             raise
 
+        engine.watchdog.watch(source)
         engine.on_first_token(reservation.credit)
         if accepted.degraded:
             decisions = call.decisions

@@ -108,6 +108,37 @@ def test_an_answer_leaves_an_engine_whose_worker_stays_away(start_service: "Star
     asyncio.run(scenario())
 
 
+def test_an_answer_that_moved_waits_for_the_next_worker_until_it_has_a_token(
+    start_service: "StartService",
+) -> None:
+    """It may be the reason why workers die, so it must not go round the engines."""
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            for engine in service.engines:
+                engine.set_facts(dtype="float32")
+                engine.script.pause = asyncio.Event()
+            task = asyncio.ensure_future(service.complete())
+            await service.until(lambda: any(engine.requests for engine in service.engines))
+            first, second = sorted(service.engines, key=lambda e: not e.requests)
+            second.script.pause = None
+            second.script.hold = asyncio.Event()
+            first.push(ready=False)
+            await service.until(lambda: len(second.requests) == 1, PATIENCE_S)
+
+            first.push(ready=True)
+            second.push(ready=False)
+            await service.until(lambda: service.engine_state(second.headroom.engine) == "loading")
+            await asyncio.sleep(MOVE_AFTER_S + 2 * CHECK_INTERVAL_S)
+            second.push(ready=True)
+            second.script.hold.set()
+            answer = await asyncio.wait_for(task, PATIENCE_S)
+            assert answer.json()["choices"][0]["text"] == "".join(first.script.words)
+            assert (len(first.requests), len(second.requests)) == (1, 1)
+
+    asyncio.run(scenario())
+
+
 def test_an_answer_waits_for_its_worker_if_no_engine_would_give_the_same_words(
     start_service: "StartService",
 ) -> None:
