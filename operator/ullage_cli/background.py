@@ -71,18 +71,6 @@ class BackgroundService:
         self._output = _Output(on_progress or (lambda text: None))
         self._stop: Callable[[], object] = lambda: None
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def start(self) -> None:
         """Start the service, and wait until it is ready.
 

@@ -109,6 +109,7 @@ class _Asker:
             except IncompleteAnswer:
                 pause_s = PAUSE_S
             except grpc.RpcError as failed:
+                assert isinstance(failed, grpc.Call)
                 error = from_rpc_error(failed)
                 faults += error.code in _FAULTS
                 if error.retry_after_s is None and not self._is_passing(error, faults):

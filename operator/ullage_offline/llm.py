@@ -345,7 +345,7 @@ def _asked(place: str, prompt: Prompt, template: Request) -> Asked:
         if ids:
             request.token_ids.ids.extend(ids)
         else:
-            request.text = text
+            request.text = text or ""
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place} is neither text nor token ids: {error}") from None
     return request, text

@@ -156,7 +156,7 @@ def _logprobs(entry: inference_pb2.TokenLogprob) -> dict[int, Logprob]:
 
 def _end(
     output: CompletionOutput,
-    reason: int,
+    reason: inference_pb2.FinishReason,
     stop_string: str,
     request: inference_pb2.GenerateRequest,
 ) -> None:

@@ -224,7 +224,7 @@ def _server(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str
     with StatusLine() as status:
         service = BackgroundService(manifest, options.base, status.show)
         service.start()
-    with service:
+    with contextlib.closing(service):
         yield service.state["http_url"], lambda: service.failure
 
 
