@@ -91,7 +91,7 @@ def _address(model: str) -> str:
     if "://" in model:
         return model
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         return f"file://{path.resolve()}"
     if _HUB.fullmatch(model) and not model.startswith((".", "/")) and path.suffix != ".gguf":
         return f"hf://{model}"
