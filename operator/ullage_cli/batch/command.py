@@ -169,12 +169,21 @@ def _open(options: argparse.Namespace, stack: contextlib.ExitStack) -> Batch:
         output.seek(0)
         with open(os.dup(output.fileno()), "rb") as written:
             answered = _read(output_path, read_answered, written)
+        _check_same(plan, answered, source_path, output_path)
         output.truncate(answered.num_bytes)
     except OSError as error:
         raise LocalFailure(
             f"{error.filename or output_path}: {error.strerror}; choose another file"
         ) from None
+    return Batch(source, output, plan, answered)
 
+
+def _check_same(plan: Plan, answered: Answered, source_path: Path, output_path: Path) -> None:
+    """Refuse an output that belongs to another input.
+
+    Raises:
+        LocalFailure: the output answers a request that the input does not have.
+    """
     strangers = answered.keys - {entry.key for entry in plan.entries}
     if strangers:
         first = min(strangers, key=str)
@@ -183,7 +192,6 @@ def _open(options: argparse.Namespace, stack: contextlib.ExitStack) -> Batch:
             f"-o {output_path}: has an answer to {shown}, which {source_path} does not have; "
             "remove that line, or choose another file"
         )
-    return Batch(source, output, plan, answered)
 
 
 def _lock(output: BinaryIO, path: Path) -> None:

@@ -54,6 +54,9 @@ class _Written(msgspec.Struct):
     error: _Failure | None
 
 
+_BEGIN = b'{"id":"batch_req_'
+"""Beginning of every line that `ullage batch` writes."""
+
 _LINE = msgspec.json.Decoder(_Fields)
 _BODY = msgspec.json.Decoder(_Body)
 _ANSWER = msgspec.json.Decoder(_Written)
@@ -189,6 +192,9 @@ def read_answered(lines: Iterable[bytes]) -> Answered:
     answered = Answered()
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
+            # What is cut must be a batch's own.
+            if line[: len(_BEGIN)] != _BEGIN[: len(line)]:
+                raise ValueError(f"line {number} is not an answer of a batch")
             break
         try:
             written = _ANSWER.decode(line)

@@ -207,7 +207,7 @@ def test_what_stops_a_batch(
     subtests: pytest.Subtests,
 ) -> None:
     write_input(tmp_path, 2)
-    (tmp_path / "other.jsonl").write_text("hello\n")
+    (tmp_path / "other.jsonl").write_text("hello")
     (tmp_path / "stranger.jsonl").write_text(
         '{"custom_id": "zz", "response": {"status_code": 200}, "error": null}\n'
     )
@@ -228,7 +228,7 @@ def test_what_stops_a_batch(
             assert main(arguments(tmp_path, server.url, *more)) == 2
             assert message in capsys.readouterr().err
     assert not server.bodies
-    assert (tmp_path / "other.jsonl").read_text() == "hello\n"
+    assert (tmp_path / "other.jsonl").read_text() == "hello"
 
 
 def test_another_model_is_refused_before_anything_is_sent(

@@ -135,7 +135,13 @@ def test_a_custom_id_may_not_occur_twice() -> None:
 
 def test_a_line_of_another_file_is_refused(subtests: pytest.Subtests) -> None:
     first = answer_line("a", 200, "", {})
-    for other in (b"hello\n", b"{}\n", b'{"custom_id": null, "response": {}, "error": null}\n'):
+    for other in (
+        b"hello\n",
+        b"hello",
+        b"{}",
+        b"{}\n",
+        b'{"custom_id": null, "response": {}, "error": null}\n',
+    ):
         with subtests.test(other), pytest.raises(ValueError, match="line 2 "):
             read_answered(io.BytesIO(first + other))
 
