@@ -23,8 +23,9 @@ SERVICES = ("e2e", "observability")
 """Folders with tests of whole services, which any product package can break."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "operator/ullage_operator": ("operator", "kubeapi", "charts", "cli", *SERVICES),
-    "operator/ullage_router": ("router", "replay", "cli", *SERVICES),
-    "operator/ullage_cli": ("cli", *SERVICES),
+    "operator/ullage_router": ("router", "replay", "cli", "offline", *SERVICES),
+    "operator/ullage_cli": ("cli", "offline", *SERVICES),
+    "operator/ullage_offline": ("offline",),
     "operator/ullage_verify": ("verify", "bench", "cli", "benchmarks", "e2e"),
     "operator/ullage_bench": ("bench", "cli"),
     "operator/ullage_replay": ("replay", "cli"),

@@ -36,6 +36,9 @@ NIGHTLY = (
     "e2e/test_hybrid.py",
     "e2e/test_kv_tiers.py",
     "e2e/test_shared_memory.py",
+    # a model of its own for a few prompts
+    "cli/batch/test_real_model.py",
+    "offline/test_llm.py",
     # groups of ranks, kernels in Triton's interpreter, families of models
     "engine/kernels/triton",
     "engine/runner/test_deterministic.py",

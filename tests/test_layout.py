@@ -22,6 +22,7 @@ PACKAGES = [
     ROOT / "operator/ullage_verify",
     ROOT / "operator/ullage_bench",
     ROOT / "operator/ullage_replay",
+    ROOT / "operator/ullage_offline",
     ROOT / "proto/ullage_common",
 ]
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ullage_cli import bench, key, plan, profile, quantize, up, upgrade_manifest, verify
+from ullage_cli.batch import command as batch
 from ullage_cli.top import command as top
 from ullage_cli.trace import command as trace
 from ullage_operator.api.errors import OperatorError
@@ -12,6 +13,8 @@ from ullage_operator.api.settings import VERSION
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
+  ullage batch -i in.jsonl -o out.jsonl --model ./model.gguf
+                                             answer a file in OpenAI's batch format
   ullage top                                 watch the service live
   ullage plan -f examples/smollm2.yaml       print the operator's objects for a manifest
   ullage plan -f service.yaml --trace requests.jsonl --hardware here.json
@@ -25,7 +28,7 @@ HELP = """examples:
   ullage quantize --model file:///m --format int8 --output ./m-int8
 """
 
-COMMANDS = (up, top, trace, verify, bench, profile, plan, quantize, key, upgrade_manifest)
+COMMANDS = (up, batch, top, trace, verify, bench, profile, plan, quantize, key, upgrade_manifest)
 """Subcommand modules, in the order in which the help lists them."""
 
 

@@ -8,11 +8,13 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +34,8 @@ from ullage_common.entry_points import missing_extra
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import Service
+
+READ_BYTES = 4096
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml
@@ -66,6 +70,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="URL",
         help="send spans to this collector instead of the manifest's (over HTTP for port 4318 or "
         "a URL with a path, otherwise over gRPC)",
+    )
+    parser.add_argument(
+        "--until-eof",
+        action="store_true",
+        help="stop when standard input ends, so that a program that starts this one never leaves "
+        "it behind",
     )
     parser.add_argument("--verbose", action="store_true", help="log at debug level")
     parser.set_defaults(run=run)
@@ -129,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
         )
         write_files(plan.files)
         make_folders(plan.folders)
-        asyncio.run(_serve(plan, run_dir, options.state_file))
+        asyncio.run(_serve(plan, run_dir, options.state_file, until_eof=options.until_eof))
     return 0
 
 
@@ -151,13 +161,16 @@ def _run_directory(chosen: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None:
+async def _serve(
+    plan: LocalPlan, run_dir: Path, state_file: Path | None, *, until_eof: bool = False
+) -> None:
     """Run the plan until SIGINT or SIGTERM. A second signal kills the remaining processes.
 
     Args:
         plan: the processes to run.
         run_dir: folder of logs and of state.json (the service's addresses and process ids).
         state_file: another file to which state.json is written.
+        until_eof: whether the end of standard input stops the service, too.
 
     Raises:
         LocalFailure: a pod failed for good. All processes have exited before the error is raised.
@@ -175,6 +188,8 @@ async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> Non
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    if until_eof:
+        _call_at_eof(stop.set)
 
     console.print(f"starting {plan.model}: {', '.join(names)}")
     for line in plan.engines:
@@ -196,6 +211,22 @@ async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> Non
             stop.set()  # from here on a signal kills
             hint = " (Ctrl-C again: at once)" if was_asked else " (Ctrl-C: at once)"
             console.print(f"stopping ...{hint}")
+
+
+def _call_at_eof(on_end: Callable[[], None]) -> None:
+    """Call a function on the running event loop when standard input ends.
+
+    A thread reads, because an event loop cannot watch regular files and /dev/null.
+    """
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        while os.read(0, READ_BYTES):
+            pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the service has ended
+            loop.call_soon_threadsafe(on_end)
+
+    threading.Thread(target=read, name="stdin", daemon=True).start()
 
 
 @contextlib.asynccontextmanager

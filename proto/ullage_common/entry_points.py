@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 
 OWN_PACKAGES = {
-    "cli": ("kopf", "rich", "httpx"),
+    "cli": ("kopf", "rich", "httpx", "tqdm"),
     "operator": ("kopf", "kubernetes", "aiohttp"),
     "router": ("sortedcontainers", "uvicorn", "tokenizers", "jinja2"),
     "engine": ("torch", "safetensors", "tokenizers", "jinja2", "psutil", "zmq"),

@@ -1,5 +1,6 @@
 """Converts pods to local commands: arguments, environment, folders for volumes, and ports."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from ullage_operator.api import naming
 
 ENTRY_POINTS = {"ullage-engine": "ullage_engine.main", "ullage-router": "ullage_router.main"}
 """Maps each container command to the Python module that this interpreter runs instead."""
+
+CACHES = ("HF_HOME", "ULLAGE_S3_CACHE")
+"""Variables for folders of fetched models. Pods keep the user's own folders if these are set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ def _make_pod(
         for variable in variables
         if not is_secret_variable(variable)
     }
+    env |= {name: os.environ[name] for name in CACHES if name in env and name in os.environ}
     env |= secret_env(filter(is_secret_variable, variables), secrets)
 
     arguments = [_translate(text, env, mounts) for text in container.get("args", ())]
