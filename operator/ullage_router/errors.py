@@ -45,7 +45,8 @@ KEY_REUSED = "IDEMPOTENCY_KEY_REUSED"
 FILE_STORE_FULL = "FILE_STORE_FULL"
 DISK_FULL = "DISK_FULL"
 FILE_IN_USE = "FILE_IN_USE"
-NO_RETRY = frozenset({REPLACED, FILE_STORE_FULL, DISK_FULL, FILE_IN_USE})
+BATCH_ENDED = "BATCH_ENDED"
+NO_RETRY = frozenset({REPLACED, FILE_STORE_FULL, DISK_FULL, FILE_IN_USE, BATCH_ENDED})
 """Error reasons that a retry cannot help, although OpenAI's clients retry their statuses."""
 
 _STATUSES = {
@@ -588,3 +589,38 @@ def file_in_use(name: str, user: str) -> ServiceError:
         f"{name} is the input of {user}, which has not ended; cancel it first",
         metadata={"field": "file_id"},
     )
+
+
+def unknown_batch(name: str) -> ServiceError:
+    """Return the error for a batch that does not exist or belongs to another tenant."""
+    return ServiceError(
+        grpc.StatusCode.NOT_FOUND,
+        "BATCH_NOT_FOUND",
+        f"batch is {name[:160]}, which is not known here (any more); list the batches at "
+        "/v1/batches",
+    )
+
+
+def batch_ended(name: str, status: str) -> ServiceError:
+    """Return the error for the cancellation of a batch that has ended or is about to."""
+    return ServiceError(
+        grpc.StatusCode.ABORTED,
+        BATCH_ENDED,
+        f"{name} is {status}, and can no longer be cancelled",
+    )
+
+
+def batches_full(most: int) -> ServiceError:
+    """Return the error for a new batch while too many have not ended."""
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "BATCHES_FULL",
+        f"{most} batches have not ended yet; wait for one of them or cancel it, or raise "
+        "spec.router.files.batches.maxActive of the service",
+        retry_after_s=MAX_RETRY_AFTER_S,
+    )
+
+
+def tenant_without_key(name: str) -> ServiceError:
+    """Return the error for a request of a batch whose tenant has no key any more."""
+    return unauthenticated(f"tenant {name} has no API key any more")

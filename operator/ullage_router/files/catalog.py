@@ -84,6 +84,10 @@ class FileCatalog:
             raise file_store_full("maxBytes", most // 2, of_tenant=True)
         self._count(tenant, num_bytes, 0)
 
+    def return_bytes(self, tenant: str, num_bytes: int) -> None:
+        """Stop counting bytes that could not be written."""
+        self._count(tenant, -num_bytes, 0)
+
     def give_back(self, tenant: str, num_bytes: int) -> None:
         """Stop counting a file that was not completed.
 
@@ -110,6 +114,10 @@ class FileCatalog:
         """Remove a file."""
         file = self._files.pop(name)
         self._count(file.tenant, -file.num_bytes, -1)
+
+    def has(self, name: str) -> bool:
+        """Return whether a file is complete."""
+        return name in self._files
 
     def find(self, tenant: str, name: str, now: float) -> StoredFile | None:
         """Return a tenant's file, or None if there is none that has not expired."""

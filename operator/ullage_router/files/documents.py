@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.validation import invalid_value
 from ullage_router.errors import body_too_large, files_off, unknown_file
-from ullage_router.files.catalog import StoredFile
+from ullage_router.files.catalog import Purpose, StoredFile
 
-PURPOSE = "user_data"
+PURPOSE: Purpose = "user_data"
 """Purpose of the files that requests may name."""
 
 
@@ -44,9 +44,17 @@ def document_text(field: str, name: str | None, documents: Documents | None) -> 
     if document is None:
         raise unknown_file(name)
     if document.file.purpose != PURPOSE:
-        given = f"{name}, whose purpose is {document.file.purpose}"
-        raise invalid_value(f"{field}.file_id", given, f"files with purpose {PURPOSE}")
+        raise wrong_purpose(f"{field}.file_id", document.file, PURPOSE)
     return document.text
+
+
+def wrong_purpose(field: str, file: StoredFile, purpose: Purpose) -> ServiceError:
+    """Return the error for a file that was uploaded for another purpose."""
+    return invalid(
+        field,
+        f"{field} is {file.id}, whose purpose is {file.purpose}; possible: files with purpose "
+        f"{purpose}",
+    )
 
 
 def too_long(size: int, limit: int, files: Iterable[StoredFile]) -> ServiceError:

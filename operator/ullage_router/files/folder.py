@@ -6,22 +6,26 @@ The folder has these parts:
     uploads/         files that are being uploaded, and descriptions that are being written
     files/ID.data    the bytes of a file
     files/ID.json    its description (`StoredFile`), which is written last and removed first
+    batches/ID.json  the state of a batch (`ullage_router.batches`)
 
 A file exists if it has a description. Whatever a crash leaves behind besides is removed at the next
 start.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from ullage_router.files.catalog import StoredFile
+
+BLOCK_BYTES = 64 << 10
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +147,26 @@ class FileFolder:
             raise
         _sync_folder(path.parent)
 
+    def open_growing(self, name: str) -> BinaryIO:
+        """Open a file that grows, at its end."""
+        return open(self.data(name), "ab", buffering=0)
+
+    def trim_growing(self, names: Iterable[str]) -> dict[str, int]:
+        """Remove the last line of each growing file if a crash cut the line off.
+
+        Returns:
+            The bytes of the files that exist, by id.
+        """
+        sizes = {}
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), open(self.data(name), "rb+") as file:
+                sizes[name] = _end_of_lines(file)
+                file.truncate(sizes[name])
+        for name in [name for name, size in sizes.items() if not size]:
+            self.data(name).unlink()
+            del sizes[name]
+        return sizes
+
     def remove(self, name: str) -> None:
         """Remove a file."""
         (self._files / f"{name}.json").unlink(missing_ok=True)
@@ -156,9 +180,36 @@ class FileFolder:
         return self._uploads / f"{name}.data"
 
 
+def _end_of_lines(file: BinaryIO) -> int:
+    """Return the position behind the last line break of a file."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - BLOCK_BYTES)
+        file.seek(start)
+        at = file.read(end - start).rfind(b"\n")
+        if at >= 0:
+            return start + at + 1
+        end = start
+    return 0
+
+
 def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """Write all bytes to an unbuffered file.
+
+    Raises:
+        OSError: The disk is full or failed.
+    """
+    view = memoryview(data)
+    while view:
+        written = file.write(view)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        view = view[written:]

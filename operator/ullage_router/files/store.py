@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from ullage_common.config.router import FilesSection
 from ullage_common.wire.errors import ServiceError
@@ -21,7 +20,8 @@ from ullage_router.errors import (
     uploads_full,
 )
 from ullage_router.files.catalog import FileCatalog, Order, Purpose, StoredFile
-from ullage_router.files.folder import FileFolder, LockedElsewhere
+from ullage_router.files.folder import FileFolder, LockedElsewhere, write_all
+from ullage_router.files.growing import GrowingFile
 from ullage_router.files.text_check import TextCheck
 
 MAX_UPLOADS = 16
@@ -36,6 +36,20 @@ SWEEP_S = 60.0
 """Seconds between two searches for files that have expired."""
 
 log = logging.getLogger(__name__)
+
+
+class Resident(Protocol):
+    """Objects that live in the store's folder beside the files."""
+
+    def load(self) -> dict[str, str]:
+        """Read the objects, and return the tenants of their unfinished files by id. This blocks.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+
+    def on_open(self) -> None:
+        """Begin to use the store, which is open now."""
 
 
 class Upload:
@@ -177,6 +191,7 @@ class FileStore:
         folder: The folder on the disk.
         uploads: The tenants of the uploads that run, by the id of the file.
         is_open: Whether this router uses the folder.
+        resident: The other user of the folder: batches. Set it before the store is started.
     """
 
     def __init__(self, section: FilesSection, clock: Callable[[], float] = time.time) -> None:
@@ -187,6 +202,9 @@ class FileStore:
         self.is_open = False
         self._clock = clock
         self._problem = "the router is starting"
+        self._unfinished: dict[str, int] = {}
+        """Bytes of the files that batches had begun when the last router stopped, by id."""
+        self.resident: Resident | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -301,6 +319,12 @@ class FileStore:
         except OSError as error:
             raise file_store_failed(error) from error
 
+    def growing(self, tenant: str, name: str) -> GrowingFile:
+        """Return a file that a batch writes, with the lines that it already has."""
+        complete = self.catalog.find(tenant, name, 0.0)
+        num_bytes = complete.num_bytes if complete else self._unfinished.pop(name, None)
+        return GrowingFile(self, tenant, name, num_bytes)
+
     async def sweep(self) -> None:
         """Delete the files that have expired."""
         for file in self.catalog.expired(self._clock()):
@@ -344,7 +368,7 @@ class FileStore:
     async def _try_to_open(self) -> None:
         try:
             await asyncio.to_thread(self.folder.open)
-            files = await asyncio.to_thread(lambda: list(self.folder.load(())))
+            files, unfinished = await asyncio.to_thread(self._load)
         except LockedElsewhere:
             self._note_problem("another router uses its folder")
             return
@@ -354,8 +378,21 @@ class FileStore:
             return
         for file in files:
             self.catalog.restore(file)
+        for name, tenant in unfinished.items():
+            self.catalog.restore_unfinished(tenant, self._unfinished[name])
         self.is_open = True
+        if self.resident:
+            self.resident.on_open()
         log.info("files read", extra={"files": len(files), "bytes": self.catalog.num_bytes})
+
+    def _load(self) -> tuple[list[StoredFile], dict[str, str]]:
+        """Return the files of the folder, and the tenants of the unfinished ones by id."""
+        growing = self.resident.load() if self.resident else {}
+        files = list(self.folder.load(growing))
+        for file in files:
+            growing.pop(file.id, None)
+        self._unfinished = self.folder.trim_growing(growing)
+        return files, {name: growing[name] for name in self._unfinished}
 
     def _note_problem(self, problem: str) -> None:
         if problem != self._problem:
@@ -366,17 +403,3 @@ class FileStore:
 def new_id(prefix: str) -> str:
     """Return a new id. It begins with the time in milliseconds, so that later ids sort last."""
     return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(8)}"
-
-
-def write_all(file: BinaryIO, data: bytes) -> None:
-    """Write all bytes to an unbuffered file.
-
-    Raises:
-        OSError: The disk is full or failed.
-    """
-    view = memoryview(data)
-    while view:
-        written = file.write(view)
-        if not written:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        view = view[written:]

@@ -19,6 +19,7 @@ from ullage_router.errors import (
 )
 from ullage_router.http import openapi
 from ullage_router.http.anthropic import endpoint as anthropic
+from ullage_router.http.batches.endpoint import CANCEL, BatchesEndpoint
 from ullage_router.http.error_bodies import error_body
 from ullage_router.http.files.endpoint import CONTENT, FilesEndpoint
 from ullage_router.http.messages import Endpoint, Headers, Reply, Request, Routes, without_slash
@@ -45,8 +46,9 @@ JSON_TYPE = (b"content-type", b"application/json")
 MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
 FILES = "/v1/files"
-_SUBTREES = (MODELS + "/", RESPONSES + "/", FILES + "/")
-_ACTIONS = {FILES + "/": CONTENT}
+BATCHES = "/v1/batches"
+_SUBTREES = (MODELS + "/", RESPONSES + "/", FILES + "/", BATCHES + "/")
+_ACTIONS = {FILES + "/": CONTENT, BATCHES + "/": CANCEL}
 """Ends of paths below an object of a subtree, by the subtree."""
 
 log = logging.getLogger(__name__)
@@ -214,6 +216,7 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
     store = ResponseStore(service.config.routing.responses)
     stored = responses.StoredResponses(service, store, RESPONSES + "/")
     files = FilesEndpoint(service, FILES + "/")
+    batches = BatchesEndpoint(service, BATCHES + "/")
     return {
         "/v1/chat/completions": {"POST": chat},
         "/v1/completions": {"POST": completion},
@@ -225,6 +228,9 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
         FILES: _get(files.list) | {"POST": files.create},
         FILES + "/": _get(files.read) | {"DELETE": files.delete},
         f"{FILES}/{{name}}{CONTENT}": _get(files.content),
+        BATCHES: _get(batches.list) | {"POST": batches.create},
+        BATCHES + "/": _get(batches.read),
+        f"{BATCHES}/{{name}}{CANCEL}": {"POST": batches.cancel},
         MODELS: _get(_page(pages.models)),
         MODELS + "/": _get(_page(pages.model)),
         "/healthz": _get(_page(pages.healthz)),

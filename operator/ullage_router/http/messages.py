@@ -36,6 +36,8 @@ any server without a CORS preflight.
 """
 REFUSAL = "ullage.refusal"
 """Key in the ASGI scope under which the connection stores a bad request's ServiceError."""
+BATCH_TENANT = "ullage.batch_tenant"
+"""Key in the ASGI scope of a batch's requests, for the tenant that owns the batch."""
 UPLOAD = "ullage.upload"
 """Key in the ASGI scope of requests whose body may take longer than `body_timeout_s`.
 
@@ -111,6 +113,11 @@ class Request:
     def query(self) -> Mapping[str, str]:
         """The parameters of the query. Of a repeated parameter, this has the last value."""
         return dict(parse_qsl(self._scope.get("query_string", b"").decode("latin-1")))
+
+    @property
+    def batch_tenant(self) -> str | None:
+        """The tenant of the batch to which the request belongs, or None for other requests."""
+        return self._scope.get(BATCH_TENANT)
 
     @property
     def is_encrypted(self) -> bool:

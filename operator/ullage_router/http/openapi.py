@@ -21,6 +21,8 @@ from ullage_router.http.anthropic.schemas import (
     MessagesTool,
     OutputFormat,
 )
+from ullage_router.http.batches import answers as batches
+from ullage_router.http.batches.endpoint import BatchRequest
 from ullage_router.http.console.console import CONSOLE, OVERLOAD, Overload
 from ullage_router.http.console.console import EVENTS as CONSOLE_EVENTS
 from ullage_router.http.files import answers as files
@@ -124,7 +126,8 @@ WITH_BODY = {
 WITH_STORE = WITH_KEY | {503: "The store of files cannot be used now."}
 STORING = {507: "The store or its disk is full."}
 GENERATING = {
-    409: "A later request with the same x-ullage-replace took its place, or a batch uses the file.",
+    409: "A later request with the same x-ullage-replace took its place, a batch uses the file, or "
+    "the batch has ended.",
     422: "Another request had the same Idempotency-Key.",
     504: "The time limit passed before the first token.",
 }
@@ -205,8 +208,8 @@ _REQUEST_HEADERS: Mapping[str, str] = {
 
 _QUERY_PARAMETERS: Mapping[str, Json] = {
     "limit": {
-        "description": "Most objects in the list.",
-        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": MAX_PAGE},
+        "description": "Most objects in the list: up to 10000 files, or up to 100 batches.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
     },
     "after": {
         "description": "Id of the last object of the page before.",
@@ -233,6 +236,8 @@ _UPLOAD_FORM: Json = {
 _PATH_PARAMETERS: Mapping[str, str] = {
     "/v1/files/{name}": "Id of a file.",
     "/v1/files/{name}/content": "Id of a file.",
+    "/v1/batches/{name}": "Id of a batch.",
+    "/v1/batches/{name}/cancel": "Id of a batch.",
     "/v1/models/{name}": "Name of a model.",
     "/v1/responses/{name}": "Id of a response.",
 }
@@ -367,6 +372,35 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/v1/files/{name}/content": _get(
         Operation("file_content", "Return the bytes of a file.", kinds=(BYTES,), errors=WITH_STORE)
     ),
+    "/v1/batches": {
+        **_get(
+            Operation(
+                "batches",
+                "List the batches.",
+                batches.BatchList,
+                errors=WITH_STORE,
+                query=("limit", "after"),
+            )
+        ),
+        "POST": Operation(
+            "create_batch",
+            "Answer the requests of a file.",
+            batches.BatchObject,
+            body=BatchRequest,
+            errors=WITH_STORE | WITH_BODY | STORING,
+        ),
+    },
+    "/v1/batches/{name}": _get(
+        Operation("batch", "Describe a batch.", batches.BatchObject, errors=WITH_STORE)
+    ),
+    "/v1/batches/{name}/cancel": {
+        "POST": Operation(
+            "cancel_batch",
+            "Cancel a batch.",
+            batches.BatchObject,
+            errors=WITH_STORE | STORING | {409: GENERATING[409]},
+        )
+    },
     "/v1/messages": {
         "POST": Operation(
             "message",

@@ -15,6 +15,7 @@ from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
 from ullage_router.admission.scale_to_zero import ScaleToZero
+from ullage_router.batches.runner import BatchRunner
 from ullage_router.cascade.cascade import Cascade
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
@@ -99,6 +100,9 @@ class RouterService:
         self.metrics.registry.register(AnswersCollector(self.rollout.replayer))
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
         self.files = FileStore(config.files) if config.files else None
+        self.batches = (
+            BatchRunner(config.files.batches, self.files) if config.files and self.files else None
+        )
 
         self.admission = Admission(config, self.engines, self.queue, self._threads, self.balancer)
         self.scale_to_zero = ScaleToZero(config, self.engines, self.admission)
@@ -188,6 +192,8 @@ class RouterService:
         await self.rollout.replayer.close()
         await self.engines.close()
         await self.tenants.close()
+        if self.batches:
+            await self.batches.close()
         if self.files:
             await self.files.close()
         await self.tls.close()
@@ -266,6 +272,7 @@ class RouterService:
             "picks": self.issuer.as_json(),
             "cascade": self.cascade.snapshot() if self.cascade else [],
             **({"files": self.files.as_json()} if self.files else {}),
+            **({"batches": self.batches.as_json()} if self.batches else {}),
             **self.tenants.snapshot(),
             **self.tls.snapshot(),
         }

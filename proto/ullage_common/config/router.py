@@ -433,6 +433,17 @@ class ResponsesSection(Strict, frozen=True, kw_only=True):
     """Maximum total bytes of the responses that one process keeps."""
 
 
+class BatchLimits(Strict, frozen=True, kw_only=True):
+    """Limits on batches, whose requests are in uploaded files."""
+
+    max_concurrency: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
+    """Maximum number of requests of batches that are answered at a time."""
+    max_requests: Positive = 50_000
+    """Maximum number of requests of a batch."""
+    max_active: Positive = 64
+    """Maximum number of batches that have not ended. One tenant gets at most half of this."""
+
+
 class FilesLimits(Strict, frozen=True, kw_only=True):
     """Limits on the files that clients upload to /v1/files."""
 
@@ -443,6 +454,7 @@ class FilesLimits(Strict, frozen=True, kw_only=True):
     """Maximum number of files. One tenant gets at most half of this."""
     ttl: SomeSeconds = 30 * 86400.0
     """Maximum time for which a file is kept, in seconds."""
+    batches: BatchLimits = BatchLimits()
 
 
 class FilesSection(FilesLimits, frozen=True, kw_only=True):

@@ -59,6 +59,7 @@ def test_files_go_with_the_pod_unless_a_claim_is_named(make_plan: MakePlan) -> N
         "max_bytes": 1 << 30,
         "max_files": 10_000,
         "ttl": 7200.0,
+        "batches": {"max_concurrency": 8, "max_requests": 50_000, "max_active": 64},
     }
     spec = router_of(plan)
     assert volumes_of(spec) == [{"name": "files", "emptyDir": {"sizeLimit": "1152Mi"}}]

@@ -164,7 +164,7 @@ def test_long_files_take_turns_and_give_their_memory_back(
         async with start_service(
             **with_files(tmp_path), single=(300_000,), max_model_len=2 * length
         ) as service:
-            names = [await upload(service, f"{i}" + "x" * (length // 2)) for i in range(3)]
+            names = [await upload(service, f"{i} " + "word " * (length // 10)) for i in range(3)]
             create = service.openai.chat.completions.create
             asked = [
                 create(model="tiny", messages=asking(name), max_tokens=1)

@@ -40,6 +40,7 @@ from ullage_router.http.openai.responses import (
 )
 from ullage_router.http.openai.schemas import Common
 from ullage_router.http.openai.sse import ChunkedAnswer
+from ullage_router.http.sessions import open_session, set_priority
 from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.server.service import RouterService
@@ -336,7 +337,7 @@ class GenerateEndpoint:
         authorization = self._dialect.credentials(headers)
 
         try:
-            tenant = service.tenants.open_session(authorization)
+            tenant = open_session(service.tenants, request, authorization)
             body = await request.read_json(tenant.name)
             record = RequestRecord(record_id)  # the clock starts once the whole body has arrived
             files = await self._attach_documents(request, body, tenant.name)
@@ -366,6 +367,7 @@ class GenerateEndpoint:
         if session_id := headers.get("x-session-id"):
             for one in asked:
                 one.session_id = session_id
+        set_priority(request, asked)
         record.ignored = parsed.ignored
         deadline = deadline_of(asked[0], record, limit_s, limits.request_timeout)
         call = Call(

@@ -168,7 +168,16 @@ def _check_options(body: ResponsesRequest, *, drops_turns: bool) -> None:
     if body.reasoning and body.reasoning.summary not in (None, *_SUMMARIES):
         raise invalid_value("reasoning.summary", body.reasoning.summary, ", ".join(_SUMMARIES))
 
-    for key, value in (body.metadata or {}).items():
+    check_metadata(body.metadata)
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Check the lengths of a client's own data.
+
+    Raises:
+        ServiceError: A key or a value is too long.
+    """
+    for key, value in (metadata or {}).items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             possible = (
                 f"keys of at most {MAX_METADATA_KEY} and values of at most {MAX_METADATA_VALUE} "
