@@ -174,14 +174,17 @@ def _adapters_path(run_dir: Path) -> Path:
 
 def data_folders(files: Iterable[File]) -> dict[Path, str]:
     """Return the folders of KV file tiers and uploaded files, with the fields that set them."""
-    documents = {file.path.name: [] for file in files}
+    folders = {}
     for file in files:
-        documents[file.path.name].append(yaml.safe_load(file.text))
-
-    engines = filter(_has_file_tier, documents.get(naming.ENGINE_CONFIG, ()))
-    routers = documents.get(naming.ROUTER_CONFIG, ())
-    tiers = {Path(each["memory"]["tiers"]["file"]["path"]): KV_PATH for each in engines}
-    return tiers | {Path(each["files"]["dir"]): FILES_PATH for each in routers if "files" in each}
+        if file.path.name == naming.ENGINE_CONFIG:
+            engine = yaml.safe_load(file.text)
+            if _has_file_tier(engine):
+                folders[Path(engine["memory"]["tiers"]["file"]["path"])] = KV_PATH
+        elif file.path.name == naming.ROUTER_CONFIG:
+            router = yaml.safe_load(file.text)
+            if "files" in router:
+                folders[Path(router["files"]["dir"])] = FILES_PATH
+    return folders
 
 
 def _has_file_tier(engine: Document) -> bool:

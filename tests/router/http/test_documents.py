@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from ullage_router.http import messages
+from ullage_router.http.long_bodies import BodyTurn, LongBodies
+
 if TYPE_CHECKING:
     Service = Any
     StartService = Any
@@ -60,8 +63,8 @@ def test_the_text_of_a_file_takes_its_place(start_service: "StartService", tmp_p
             assert prompt_of(service).count("Café.") == 2
 
             quoted = f'{{"file_id": "{name}"}}'
-            messages: Any = [{"role": "user", "content": quoted}]
-            await service.openai.chat.completions.create(model="tiny", messages=messages)
+            turns: Any = [{"role": "user", "content": quoted}]
+            await service.openai.chat.completions.create(model="tiny", messages=turns)
             assert prompt_of(service) == f"<user>{quoted}\n<assistant>"
 
     asyncio.run(scenario())
@@ -156,22 +159,38 @@ def test_too_long_a_file_is_named_with_tokens_and_context(
     asyncio.run(scenario())
 
 
-def test_long_files_take_turns_and_give_their_memory_back(
-    start_service: "StartService", tmp_path: Path
+def test_long_files_take_turns_and_give_them_back(
+    start_service: "StartService", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(messages, "LONG_BODY_BYTES", 500)
+    open_turns: dict[int, int] = {}
+    sizes: list[int] = []
+    take = LongBodies.take
+    give_back = LongBodies.give_back
+
+    async def noted_take(self: LongBodies, size: int, tenant: str) -> BodyTurn:
+        turn = await take(self, size, tenant)
+        open_turns[id(turn)] = size
+        sizes.append(size)
+        return turn
+
+    def noted_give_back(self: LongBodies, turn: BodyTurn) -> None:
+        del open_turns[id(turn)]
+        give_back(self, turn)
+
+    monkeypatch.setattr(LongBodies, "take", noted_take)
+    monkeypatch.setattr(LongBodies, "give_back", noted_give_back)
+
     async def scenario() -> None:
-        length = 3 << 20
-        async with start_service(
-            **with_files(tmp_path), single=(300_000,), max_model_len=2 * length
-        ) as service:
-            names = [await upload(service, f"{i} " + "word " * (length // 10)) for i in range(3)]
+        async with start_service(**with_files(tmp_path), max_model_len=4000) as service:
+            name = await upload(service, LONG)
             create = service.openai.chat.completions.create
-            asked = [
-                create(model="tiny", messages=asking(name), max_tokens=1)
-                for name in names
-                for _ in range(3)
-            ]
+            asked = [create(model="tiny", messages=asking(name), max_tokens=9) for _ in range(4)]
             answers = await asyncio.gather(*asked)
             assert {answer.choices[0].message.content for answer in answers} == {"Hello big world"}
+            assert sum(size >= len(LONG) for size in sizes) == 4
+            with pytest.raises(openai.NotFoundError):
+                await create(model="tiny", messages=asking("file-1"))
+            assert open_turns == {}
 
     asyncio.run(scenario())

@@ -73,14 +73,14 @@ class BatchesEndpoint:
         read = partial(_read, body)
         asked, ignored = await self._service.intake.run(body.num_bytes, tenant, read)
         request.release()
-        file = store.find(tenant, asked.input_file_id)
-        if file.purpose != "batch":
-            raise wrong_purpose("input_file_id", file, "batch")
-
         chosen = asked.output_expires_after
         ttl = int(store.section.ttl)
         if chosen and chosen.seconds > ttl:
             raise invalid_value("output_expires_after.seconds", chosen.seconds, f"up to {ttl}")
+        file = store.find(tenant, asked.input_file_id)
+        if file.purpose != "batch":
+            raise wrong_purpose("input_file_id", file, "batch")
+
         batch = await runner.create(
             tenant, asked.endpoint, file, asked.metadata, chosen.seconds if chosen else ttl
         )

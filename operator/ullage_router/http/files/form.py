@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import get_args
 
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.validation import invalid_value
@@ -46,7 +46,7 @@ def read_options(fields: dict[str, str], most_s: float) -> UploadOptions:
     purpose = fields.get("purpose", "missing")
     if purpose not in UPLOADED:
         raise invalid_value("purpose", purpose, ", ".join(UPLOADED))
-    return UploadOptions(cast(Purpose, purpose), _ttl(fields, most_s))
+    return UploadOptions(purpose, _ttl(fields, most_s))
 
 
 def _ttl(fields: dict[str, str], most_s: float) -> float:

@@ -115,7 +115,7 @@ class FormParser:
         """Take the boundary at the beginning of the buffer, and return whether it was whole."""
         buffer = self._buffer
         size = len(self._delimiter)
-        rest = buffer[size : size + MAX_PART_HEAD_BYTES]
+        rest = bytes(buffer[size : size + MAX_PART_HEAD_BYTES])
         if rest.startswith(b"--"):
             self.is_complete = True
             buffer.clear()

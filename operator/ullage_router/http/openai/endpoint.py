@@ -426,10 +426,8 @@ class GenerateEndpoint:
                     await _whole(stream, answer, writer)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
-            refusal = as_service_error(error, call.record)
-            if files and refusal.reason == "CONTEXT_TOO_LONG":
-                refusal = naming_files(refusal, files)
-            await writer.error(refusal, answer)
+            # A variable for the refusal would be a reference cycle, since the error has this frame.
+            await writer.error(_refusal(error, call.record, files), answer)
         finally:
             writer.stop()
 
@@ -478,6 +476,14 @@ def as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
         return error
     log.error("request failed", exc_info=error, extra={"request_id": record.request_id})
     return internal(record.request_id)
+
+
+def _refusal(error: Exception, record: RequestRecord, files: Sequence[StoredFile]) -> ServiceError:
+    """Return the error to send to the client, with the files if they make the prompt too long."""
+    refusal = as_service_error(error, record)
+    if files and refusal.reason == "CONTEXT_TOO_LONG":
+        return naming_files(refusal, files)
+    return refusal
 
 
 async def _stream(stream: ResponseStream, answer: Answer, writer: Writer) -> None:
