@@ -145,12 +145,12 @@ class BatchRunner:
         Raises:
             ServiceError: Too many batches have not ended, or the disk failed.
         """
+        await self._sweep()
         active = [batch.tenant for batch in self._batches.values() if not batch.has_ended]
         most = self._limits.max_active
         of_tenant = max(1, most // 2) if tenant else most
         if len(active) >= most or active.count(tenant) >= of_tenant:
             raise batches_full(most if len(active) >= most else of_tenant)
-        await self._sweep()
 
         now = int(self._clock())
         batch = Batch(
@@ -166,13 +166,19 @@ class BatchRunner:
             expires_at=now + WINDOW_S,
         )
         self._batches[batch.id] = batch
+        self._store.catalog.pin(batch.input_file_id, batch.id)
+        # A client that disconnects now must not leave a batch that nobody runs.
+        await asyncio.shield(asyncio.create_task(self._write_and_begin(batch)))
+        return batch
+
+    async def _write_and_begin(self, batch: Batch) -> None:
         try:
             await self._write(batch)
         except OSError as error:
             del self._batches[batch.id]
+            self._store.catalog.unpin(batch.input_file_id, batch.id)
             raise file_store_failed(error) from error
         self._begin(batch)
-        return batch
 
     def find(self, tenant: str, name: str) -> Batch:
         """Return a tenant's batch.
@@ -215,6 +221,8 @@ class BatchRunner:
         batch.enter("cancelling", self._clock())
         try:
             await self._write(batch)
+        except OSError as error:
+            raise file_store_failed(error) from error
         finally:
             if work := self._work.get(name):
                 work.cancel()
@@ -419,7 +427,7 @@ class BatchRunner:
         """Enter a state, which is on the disk when this returns."""
         batch.enter(status, self._clock())
         if batch.has_ended:
-            self._store.catalog.unpin(batch.input_file_id)
+            self._store.catalog.unpin(batch.input_file_id, batch.id)
         while True:
             try:
                 await self._write(batch)

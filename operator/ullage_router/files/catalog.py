@@ -47,8 +47,8 @@ class FileCatalog:
     def __init__(self, limits: FilesLimits) -> None:
         self._limits = limits
         self._files: dict[str, StoredFile] = {}
-        self._users: dict[str, str] = {}
-        """The batch that reads a file, by the file's id."""
+        self._users: dict[str, set[str]] = {}
+        """The batches that read a file, by the file's id."""
         self._bytes = Counter[str]()
         self._counts = Counter[str]()
         self.num_bytes = 0
@@ -128,11 +128,14 @@ class FileCatalog:
 
     def pin(self, name: str, user: str) -> None:
         """Keep a file while a batch reads it: it neither expires nor can be deleted."""
-        self._users[name] = user
+        self._users.setdefault(name, set()).add(user)
 
-    def unpin(self, name: str) -> None:
-        """Let a file expire again."""
-        self._users.pop(name, None)
+    def unpin(self, name: str, user: str) -> None:
+        """Let a file expire again, unless another batch reads it."""
+        users = self._users.get(name, set())
+        users.discard(user)
+        if not users:
+            self._users.pop(name, None)
 
     def check_unused(self, name: str) -> None:
         """Check that no batch reads a file.
@@ -140,8 +143,8 @@ class FileCatalog:
         Raises:
             ServiceError: A batch reads the file.
         """
-        if user := self._users.get(name):
-            raise file_in_use(name, user)
+        if users := self._users.get(name):
+            raise file_in_use(name, min(users))
 
     def expired(self, now: float) -> list[StoredFile]:
         """Return the files that have expired and that no batch reads."""

@@ -148,6 +148,8 @@ def test_expired_files_leave_but_not_while_a_batch_reads_them(tmp_path: Path) ->
         await store.start()
         gone, pinned = [await put(store, b"x") for _ in range(2)]
         store.catalog.pin(pinned.id, "batch_1")
+        store.catalog.pin(pinned.id, "batch_0")
+        store.catalog.unpin(pinned.id, "batch_0")
         now[0] = float(gone.expires_at)
         with pytest.raises(ServiceError):
             store.find("", gone.id)
@@ -157,7 +159,7 @@ def test_expired_files_leave_but_not_while_a_batch_reads_them(tmp_path: Path) ->
         assert http_status(error.value) == 409
         await store.sweep()
         assert on_disk(tmp_path) == {f"{pinned.id}.json", f"{pinned.id}.data"}
-        store.catalog.unpin(pinned.id)
+        store.catalog.unpin(pinned.id, "batch_1")
         await store.sweep()
         assert on_disk(tmp_path) == set()
         await store.close()

@@ -392,3 +392,43 @@ def test_no_client_can_pose_as_a_batch(start_service: "StartService", tmp_path: 
             assert not re.search("batch", json.dumps(dict(answer.headers)))
 
     asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_leaves_no_stuck_batch(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with start_service(**with_files(tmp_path)) as service:
+            runner_ = service.router.service.batches
+            store = service.router.service.files
+            data = json.dumps(chat_line("a")).encode()
+            file = await service.openai.files.create(file=("in.jsonl", data), purpose="batch")
+            stored = store.find("", file.id)
+            creating = asyncio.create_task(runner_.create("", CHAT, stored, None, 3600))
+            await service.until(lambda: bool(runner_.page("", 1, "")[0]))
+            creating.cancel()
+            [batch], _ = runner_.page("", 1, "")
+            assert (await ended(service, batch.id)).status == "completed"
+
+    asyncio.run(scenario())
+
+
+def test_a_file_is_kept_until_its_last_batch_has_ended(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with start_service(**with_files(tmp_path)) as service:
+            service.engine.script.hold = asyncio.Event()
+            first = await create(service, [chat_line("a")])
+            second = await service.openai.batches.create(
+                input_file_id=first.input_file_id, endpoint=CHAT, completion_window="24h"
+            )
+            await service.openai.batches.cancel(first.id)
+            assert (await ended(service, first.id)).status == "cancelled"
+            with pytest.raises(openai.ConflictError, match=second.id):
+                await service.openai.files.delete(first.input_file_id)
+            service.engine.script.hold.set()
+            assert (await ended(service, second.id)).status == "completed"
+            await service.openai.files.delete(first.input_file_id)
+
+    asyncio.run(scenario())
