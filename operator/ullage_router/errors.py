@@ -10,12 +10,14 @@ NOT_FOUND           404   invalid_request_error   no such path, or no such model
 RESOURCE_EXHAUSTED  429   rate_limit_error        with Retry-After, for a quota: requests or tokens
 UNAVAILABLE         503   service_unavailable     with Retry-After
 DEADLINE_EXCEEDED   504   timeout_error
-ABORTED             409   conflict_error          a later request replaced it
+ABORTED             409   conflict_error          a later request replaced it, a batch uses the file
 FAILED_PRECONDITION 503   service_unavailable     the service is stopped, without Retry-After
+                    507   service_unavailable     no room for files
 CANCELLED           499   the client has disconnected, only in logs and metrics
 anything else       500   server_error
 """
 
+import errno
 import math
 import random
 from collections.abc import Collection, Iterable
@@ -41,6 +43,12 @@ ENGINE_LOST = "ENGINE_LOST"
 ENGINE_RECOVERING = "ENGINE_RECOVERING"
 ENGINE_STALLED = "ENGINE_STALLED"
 KEY_REUSED = "IDEMPOTENCY_KEY_REUSED"
+FILE_STORE_FULL = "FILE_STORE_FULL"
+DISK_FULL = "DISK_FULL"
+FILE_IN_USE = "FILE_IN_USE"
+BATCH_ENDED = "BATCH_ENDED"
+NO_RETRY = frozenset({REPLACED, FILE_STORE_FULL, DISK_FULL, FILE_IN_USE, BATCH_ENDED})
+"""Error reasons that a retry cannot help, although OpenAI's clients retry their statuses."""
 
 _STATUSES = {
     grpc.StatusCode.OK: (200, ""),
@@ -66,6 +74,8 @@ STATUSES_BY_REASON = {
     "EXPECTATION_FAILED": 417,
     KEY_REUSED: 422,
     "HEADERS_TOO_LARGE": 431,
+    FILE_STORE_FULL: 507,
+    DISK_FULL: 507,
     "TRANSFER_ENCODING_NOT_SUPPORTED": 501,
     "HTTP_VERSION_NOT_SUPPORTED": 505,
 }
@@ -430,17 +440,27 @@ def late(part: str, limit_s: float) -> ServiceError:
     )
 
 
+def slow_upload(rate: int) -> ServiceError:
+    """Return the error for an upload that arrives too slowly."""
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "REQUEST_TIMEOUT",
+        f"the upload arrives more slowly than {rate} bytes per second; send it faster, or in "
+        "smaller files",
+    )
+
+
 def length_required() -> ServiceError:
     """Return the error for a request that requires a body but has none."""
     return invalid_head("LENGTH_REQUIRED", "the request has no body; send one with Content-Length")
 
 
-def content_type_not_supported(kind: str) -> ServiceError:
-    """Return the error for a request whose Content-Type is not JSON."""
+def content_type_not_supported(kind: str, expected: str = "application/json") -> ServiceError:
+    """Return the error for a request whose Content-Type is not the expected one."""
     given = f"is {kind[:60]!r}" if kind else "is missing"
     return invalid_head(
         "CONTENT_TYPE_NOT_SUPPORTED",
-        f"content-type {given}; send application/json, as the body is",
+        f"content-type {given}; send {expected}, as the body is",
     )
 
 
@@ -482,3 +502,136 @@ def vectors_full() -> ServiceError:
         "answers with embeddings fill the memory for their vectors; retry",
         retry_after_s=_soon_s(),
     )
+
+
+def files_off() -> ServiceError:
+    """Return the error for a request that needs files in a service that stores none."""
+    return ServiceError(
+        grpc.StatusCode.NOT_FOUND,
+        "FILES_OFF",
+        "this service stores no files; set spec.router.files of its LLMService",
+    )
+
+
+def unknown_file(name: str) -> ServiceError:
+    """Return the error for a file that does not exist, has expired or belongs to another tenant."""
+    return ServiceError(
+        grpc.StatusCode.NOT_FOUND,
+        "FILE_NOT_FOUND",
+        f"file_id is {name[:160]}, which is not stored here (any more); upload the file to "
+        "/v1/files, or list the files there",
+        metadata={"field": "file_id"},
+    )
+
+
+def file_too_large(limit: int) -> ServiceError:
+    """Return the error for an uploaded file above the size limit."""
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "BODY_TOO_LARGE",
+        f"file has more than {limit} bytes, the most of a file; send less, or raise "
+        "spec.router.files.maxFileBytes of the service",
+        metadata={"field": "file"},
+    )
+
+
+def file_store_full(limit: str, allowed: int, *, of_tenant: bool) -> ServiceError:
+    """Return the error for a file for which the store has no room.
+
+    Args:
+        limit: The field of the limit, such as maxBytes.
+        allowed: The limit.
+        of_tenant: Whether the tenant's half of the limit is reached, rather than the whole.
+    """
+    share = "your half of the store" if of_tenant else "the store"
+    unit = "files" if limit == "maxFiles" else "bytes"
+    return ServiceError(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        FILE_STORE_FULL,
+        f"{share} of files is full, with {allowed} {unit}; delete files that you no longer need, "
+        f"or raise spec.router.files.{limit} of the service",
+        metadata={"field": "file"},
+    )
+
+
+def file_store_failed(cause: OSError) -> ServiceError:
+    """Return the error for a file that the disk did not take or give."""
+    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            DISK_FULL,
+            "the disk of the store of files is full, and nothing was stored; delete files, or give "
+            "the volume of spec.router.files more space",
+        )
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "FILE_STORE_FAILED",
+        f"the disk of the store of files failed ({cause.strerror}); retry, and look at the volume "
+        "of spec.router.files",
+        retry_after_s=some_retry_after_s(),
+    )
+
+
+def file_store_closed(why: str) -> ServiceError:
+    """Return the error for a request for files while this router cannot use the store."""
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "FILE_STORE_CLOSED",
+        f"the store of files is not open here yet: {why}; retry",
+        retry_after_s=some_retry_after_s(),
+    )
+
+
+def uploads_full(most: int) -> ServiceError:
+    """Return the error for an upload while many others run."""
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "UPLOADS_FULL",
+        f"{most} uploads run at this router already; retry",
+        retry_after_s=_soon_s(),
+    )
+
+
+def file_in_use(name: str, user: str) -> ServiceError:
+    """Return the error for the deletion of a file that a running batch reads."""
+    return ServiceError(
+        grpc.StatusCode.ABORTED,
+        FILE_IN_USE,
+        f"{name} is the input of {user}, which has not ended; cancel it first",
+        metadata={"field": "file_id"},
+    )
+
+
+def unknown_batch(name: str) -> ServiceError:
+    """Return the error for a batch that does not exist or belongs to another tenant."""
+    return ServiceError(
+        grpc.StatusCode.NOT_FOUND,
+        "BATCH_NOT_FOUND",
+        f"batch is {name[:160]}, which is not known here (any more); list the batches at "
+        "/v1/batches",
+    )
+
+
+def batch_ended(name: str, status: str) -> ServiceError:
+    """Return the error for the cancellation of a batch that has ended or is about to."""
+    return ServiceError(
+        grpc.StatusCode.ABORTED,
+        BATCH_ENDED,
+        f"{name} is {status}, and can no longer be cancelled",
+    )
+
+
+def batches_full(most: int) -> ServiceError:
+    """Return the error for a new batch while too many have not ended."""
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "BATCHES_FULL",
+        f"{most} batches have not ended yet; wait for one of them or cancel it, or raise "
+        "spec.router.files.batches.maxActive of the service",
+        retry_after_s=MAX_RETRY_AFTER_S,
+    )
+
+
+def tenant_without_key(name: str) -> ServiceError:
+    """Return the error for a request of a batch whose tenant has no key any more."""
+    return unauthenticated(f"tenant {name} has no API key any more")

@@ -26,6 +26,7 @@ from ullage_common.wire.request_guard import RequestGuard
 from ullage_common.wire.servers import NARROW_WINDOWS, Health, bind, new_probe_server, new_server
 from ullage_router.grpc import CallGate, InferenceServicer
 from ullage_router.http.app import App
+from ullage_router.http.batches.sender import BatchSender
 from ullage_router.http.console.console import Console
 from ullage_router.http.monitoring import ANSWER_TIMEOUT_S, Pages, make_pages
 from ullage_router.http.origins import OriginGuard
@@ -82,6 +83,8 @@ class Router:
         )
         if self._console:
             self._console.serve_requests(app)
+        if self.service.batches:
+            self.service.batches.send = BatchSender(app).send
         cors = config.cors
         self._http = HTTPServer(OriginGuard(app, config.http.host, cors, is_api=True))
         self._monitoring = HTTPServer(
@@ -144,6 +147,8 @@ class Router:
         self.service.leave()
         if self._console:
             self._console.close()
+        if self.service.batches:
+            await self.service.batches.close()
         await self._health.set_ready(False)
         await self._http.leave(LEAVE_S)
 

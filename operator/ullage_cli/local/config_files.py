@@ -19,6 +19,9 @@ ADAPTERS_DIR = "adapters"
 LISTENERS = {"http": "http", "grpc": "grpc", "metrics": "metrics", "probe": "probes"}
 """Maps a container port's name to the router's configuration section for that port."""
 
+KV_PATH = "memory.tiers.file.path"
+FILES_PATH = "router.files.path"
+
 Document = dict[str, Any]
 """A parsed configuration file."""
 
@@ -140,6 +143,11 @@ def _local_router(
     listen["http"]["public_stats"] = True  # loopback is as public as the port of the metrics
     listen["console"] = {"local": True}
 
+    if files := document.get("files"):
+        is_default = files["dir"] == naming.FILES_DIR
+        own = {"dir": str(folder.parent / "files")} if is_default else {}
+        listen["files"] = files | own
+
     router = document | listen | {"pools": [pool for pool in pools if pool["targets"]]}
     del router["rollout_file"]
     adapters = data[naming.ROLLOUT_FILE].get("adapters")
@@ -164,11 +172,19 @@ def _adapters_path(run_dir: Path) -> Path:
     return run_dir / ADAPTERS_DIR / naming.ADAPTERS_FILE
 
 
-def kv_folders(files: Iterable[File]) -> list[Path]:
-    """Return the folders of the engines' KV file tiers, without duplicates."""
-    engines = [yaml.safe_load(f.text) for f in files if f.path.name == naming.ENGINE_CONFIG]
-    tiers = [engine["memory"]["tiers"]["file"] for engine in engines if _has_file_tier(engine)]
-    return [Path(path) for path in dict.fromkeys(tier["path"] for tier in tiers)]
+def data_folders(files: Iterable[File]) -> dict[Path, str]:
+    """Return the folders of KV file tiers and uploaded files, with the fields that set them."""
+    folders = {}
+    for file in files:
+        if file.path.name == naming.ENGINE_CONFIG:
+            engine = yaml.safe_load(file.text)
+            if _has_file_tier(engine):
+                folders[Path(engine["memory"]["tiers"]["file"]["path"])] = KV_PATH
+        elif file.path.name == naming.ROUTER_CONFIG:
+            router = yaml.safe_load(file.text)
+            if "files" in router:
+                folders[Path(router["files"]["dir"])] = FILES_PATH
+    return folders
 
 
 def _has_file_tier(engine: Document) -> bool:

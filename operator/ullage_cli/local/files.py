@@ -1,7 +1,7 @@
-"""Writes the plan's configuration files, and creates the folders of the engines' KV file tiers."""
+"""Writes the plan's configuration files, and creates the folders of its data."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,19 +23,22 @@ def write_files(files: Sequence[File]) -> None:
         file.path.write_text(file.text, encoding="utf-8")
 
 
-def make_folders(folders: Sequence[Path]) -> None:
-    """Create the folders of KV file tiers, and check that each folder is writable.
+def make_folders(folders: Mapping[Path, str]) -> None:
+    """Create folders, and check that each folder is writable.
+
+    Args:
+        folders: the folders, with the fields of the spec that set them.
 
     Raises:
         LocalFailure: a folder cannot be created or is not writable.
     """
-    for folder in folders:
+    for folder, field in folders.items():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
             raise LocalFailure(
-                f"memory.tiers.file.path {folder}: {error.strerror}; choose a folder in which you "
+                f"{field} {folder}: {error.strerror}; choose a folder in which you "
                 "may write, or leave path out for one in the run directory"
             ) from error

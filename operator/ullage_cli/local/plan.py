@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ullage_cli.local.checks import check_service
-from ullage_cli.local.config_files import adapters_of, kv_folders, pod_files
+from ullage_cli.local.config_files import adapters_of, data_folders, pod_files
 from ullage_cli.local.files import File
 from ullage_cli.local.pods import Pod, make_pods
 from ullage_cli.local.ports import assign_ports
@@ -50,8 +50,8 @@ class LocalPlan:
     """One line of text per pool: its expected engine (native or vLLM), and the reason."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Initial number of engines in each autoscaled pool, by the pool's name."""
-    folders: Sequence[Path] = ()
-    """Folders of the engines' KV file tiers."""
+    folders: Mapping[Path, str] = field(default_factory=dict)
+    """Folders of KV file tiers and uploaded files, with the fields that set them."""
 
 
 def plan_local(
@@ -109,7 +109,7 @@ def plan_local(
         policies=policies,
         engines=_engine_lines(service, has_vllm),
         sizes={name: replicas(service.spec.pools[name], None, None) for name in policies},
-        folders=kv_folders(files),
+        folders=data_folders(files),
     )
 
 

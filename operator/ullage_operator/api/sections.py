@@ -9,7 +9,7 @@ from typing import Any, Literal
 from msgspec import field
 
 from ullage_common.config.engine import HostedTiers, HostTierSection, MemoryLimits, RankGrid
-from ullage_common.config.router import CORSSection, PoolRole
+from ullage_common.config.router import CORSSection, FilesLimits, PoolRole
 from ullage_common.process.config_file import Bytes, Seconds, Strict
 from ullage_operator.api import naming
 
@@ -260,11 +260,23 @@ class RouterAutoscaling(Strict, frozen=True, kw_only=True):
     target_cpu_utilization_percentage: int
 
 
+class FilesSpec(FilesLimits, frozen=True, kw_only=True):
+    path: str | None = None
+    """Folder in the container, or None for the operator's default."""
+    claim_name: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """Return the folder in the container, without double or trailing slashes."""
+        return posixpath.normpath("/" + (self.path or naming.FILES_DIR).lstrip("/"))
+
+
 class RouterSpec(PodSection, frozen=True, kw_only=True):
     replicas: int
     """Number of router pods, or the current number under a HorizontalPodAutoscaler."""
     public_stats: bool = False
     cors: CORSSection | None = None
+    files: FilesSpec | None = None
     service: RouterServiceSpec = RouterServiceSpec()
     gateway: GatewaySpec | None = None
     autoscaling: RouterAutoscaling | None = None

@@ -20,6 +20,8 @@ from ullage_common.config.engine import (
 from ullage_common.config.router import (
     CascadeSection,
     ConsoleSection,
+    FilesLimits,
+    FilesSection,
     GRPCSection,
     HTTPSection,
     MetricsSection,
@@ -34,7 +36,7 @@ from ullage_common.config.router import (
 )
 from ullage_common.process.config_file import LogLevel, Strict
 from ullage_operator.api import naming
-from ullage_operator.api.sections import PoolSpec
+from ullage_operator.api.sections import FilesSpec, PoolSpec
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import CascadeSpec, Service, TenantsSpec
 from ullage_operator.policy.pool_sizes import may_sleep
@@ -171,6 +173,7 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
         rollout_file=f"{naming.CONFIG_DIR}/{naming.ROLLOUT_FILE}",
         http=HTTPSection(port=naming.HTTP_PORT, public_stats=spec.router.public_stats),
         cors=spec.router.cors,
+        files=files_config(spec.router.files) if spec.router.files else None,
         grpc=GRPCSection(port=naming.GRPC_PORT),
         metrics=MetricsSection(port=naming.METRICS_PORT),
         console=ConsoleSection() if spec.observability.console.enabled else None,
@@ -198,6 +201,12 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
         tracing=spec.observability.tracing,
         log_level=spec.observability.log_level or LOG_LEVEL,
     )
+
+
+def files_config(files: FilesSpec) -> FilesSection:
+    """Return the router's section of uploaded files, with their folder."""
+    limits = {name: getattr(files, name) for name in FilesLimits.__struct_fields__}
+    return FilesSection(dir=files.folder, **limits)
 
 
 def tls_config(service: Service, accepts_plaintext: bool) -> TLSSection:

@@ -52,10 +52,7 @@ def router_objects(
     deployment = {
         "replicas": service.spec.router.replicas,
         "selector": {"matchLabels": match},
-        "strategy": {
-            "type": "RollingUpdate",
-            "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
-        },
+        "strategy": router_strategy(service),
         "template": router_template(service, config, settings),
     }
 
@@ -88,6 +85,18 @@ def router_objects(
         *build.disruption_budget(name, {"matchLabels": match}, service.spec.router.most_replicas),
         workload,
     ]
+
+
+def router_strategy(service: Service) -> Manifest:
+    """Return how the Deployment replaces routers.
+
+    A claim of files may be attached to one node at a time, so that a new router can start only when
+    the old one has ended.
+    """
+    files = service.spec.router.files
+    if files and files.claim_name:
+        return {"type": "Recreate"}
+    return {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
 
 
 def router_service(service: Service, ports: list[Manifest]) -> Manifest:

@@ -118,13 +118,36 @@ def kv_holders(pool: PoolSpec) -> list[dict[str, Any]]:
     Only mounts of the engine's container are considered.
     """
     file = pool.memory.tiers.file
-    containers = pool.pod_template.get("spec", {}).get("containers")
+    return _holders(pool.pod_template, naming.ENGINE, file.folder) if file else []
+
+
+def files_bytes(service: Service) -> int:
+    """Return the bytes that uploaded files may take on the ephemeral storage of the router's pod.
+
+    The result is 0 if there are no files, or if they are on a volume of the spec. The margin covers
+    uploads that are refused because the store is full, and descriptions of files.
+    """
+    files = service.spec.router.files
+    if files is None or files.claim_name or files_holders(service):
+        return 0
+    size = files.max_bytes + files.max_bytes // 16 + _KV_MARGIN_BYTES
+    return math.ceil(size / _MIB) * _MIB
+
+
+def files_holders(service: Service) -> list[dict[str, Any]]:
+    """Return the volume mounts in the router's pod template that contain the files' folder."""
+    router = service.spec.router
+    return _holders(router.pod_template, naming.ROUTER, router.files.folder) if router.files else []
+
+
+def _holders(template: Mapping[str, Any], container_name: str, folder: str) -> list[dict[str, Any]]:
+    """Return the volume mounts of a pod template's container that contain a folder."""
     return [
         mount
-        for container in containers or ()
-        if file and container["name"] == naming.ENGINE
+        for container in template.get("spec", {}).get("containers") or ()
+        if container["name"] == container_name
         for mount in container.get("volumeMounts") or ()
-        if isinstance(mount, dict) and lies_in(file.folder, mount.get("mountPath", "-"))
+        if isinstance(mount, dict) and lies_in(folder, mount.get("mountPath", "-"))
     ]
 
 
@@ -162,7 +185,9 @@ def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
 def router_resources(service: Service) -> Amounts:
     """Return the routers' resources: the service's settings, and defaults for unset fields."""
-    return _over(service.spec.router.resources, _ROUTER)
+    size = files_bytes(service)
+    disk = {"ephemeral-storage": f"{size // _MIB}Mi"} if size else {}
+    return _over(service.spec.router.resources, {**_ROUTER, "requests": _ROUTER["requests"] | disk})
 
 
 def model_bytes(model: ModelSection) -> int:

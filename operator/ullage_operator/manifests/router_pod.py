@@ -22,6 +22,8 @@ from ullage_operator.manifests.pod_fields import (
 from ullage_operator.manifests.resources import router_resources
 from ullage_operator.manifests.volumes import (
     config_volume,
+    files_mounts,
+    files_volumes,
     prompts_mounts,
     prompts_volumes,
     router_secrets,
@@ -64,6 +66,7 @@ def own_router(service: Service, config: str, settings: Settings) -> Manifest:
         "volumeMounts": [
             {"name": "config", "mountPath": naming.CONFIG_DIR, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
+            *files_mounts(service),
             *prompts_mounts(service),
             *secret_mounts(secrets),
         ],
@@ -76,6 +79,7 @@ def own_router(service: Service, config: str, settings: Settings) -> Manifest:
         "volumes": [
             config_volume(naming.router_name(service.name)),
             scratch_volume("tmp"),
+            *files_volumes(service),
             *prompts_volumes(service),
             *secret_volumes(service, secrets),
         ],

@@ -9,7 +9,14 @@ from ullage_operator.api.quantities import canonical
 from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.spec import Service, claim_of, image_of
 from ullage_operator.manifests.engine_choice import may_be_vllm
-from ullage_operator.manifests.resources import CACHE_LIMIT, cache_bytes, kv_file_bytes, kv_holders
+from ullage_operator.manifests.resources import (
+    CACHE_LIMIT,
+    cache_bytes,
+    files_bytes,
+    files_holders,
+    kv_file_bytes,
+    kv_holders,
+)
 
 Manifest = dict[str, Any]
 
@@ -17,6 +24,7 @@ ENGINE_TLS_VOLUME = "tls"
 """Name of the volume with the certificate that engines present to clients."""
 CACHE_VOLUME = "cache"
 KV_VOLUME = "kv"
+FILES_VOLUME = "files"
 MODEL_IMAGE = "model-image"
 SHM_BYTES = 1 << 30
 VLLM_SHM_BYTES = 256 << 20
@@ -113,6 +121,22 @@ def prompts_volumes(service: Service) -> list[Manifest]:
 def prompts_mounts(service: Service) -> list[Manifest]:
     mount = {"name": "prompts", "mountPath": naming.PROMPTS_DIR, "readOnly": True}
     return [mount] if prompts_volumes(service) else []
+
+
+def files_volumes(service: Service) -> list[Manifest]:
+    """Return the volume of uploaded files (empty if the pod template mounts one for them)."""
+    files = service.spec.router.files
+    if files is None or not files_mounts(service):
+        return []
+    limit = f"{files_bytes(service) >> 20}Mi"
+    return [storage_volume(FILES_VOLUME, files.claim_name, None, limit)]
+
+
+def files_mounts(service: Service) -> list[Manifest]:
+    files = service.spec.router.files
+    if files is None or (files_holders(service) and not files.claim_name):
+        return []
+    return [{"name": FILES_VOLUME, "mountPath": files.folder}]
 
 
 def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Manifest]:

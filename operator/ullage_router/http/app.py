@@ -19,7 +19,9 @@ from ullage_router.errors import (
 )
 from ullage_router.http import openapi
 from ullage_router.http.anthropic import endpoint as anthropic
+from ullage_router.http.batches.endpoint import CANCEL, BatchesEndpoint
 from ullage_router.http.error_bodies import error_body
+from ullage_router.http.files.endpoint import CONTENT, FilesEndpoint
 from ullage_router.http.messages import Endpoint, Headers, Reply, Request, Routes, without_slash
 from ullage_router.http.monitoring import Pages
 from ullage_router.http.openai.embeddings import EmbeddingsEndpoint
@@ -43,7 +45,11 @@ Page = Callable[[Request], object]
 JSON_TYPE = (b"content-type", b"application/json")
 MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
-_SUBTREES = (MODELS + "/", RESPONSES + "/")
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
+_SUBTREES = (MODELS + "/", RESPONSES + "/", FILES + "/", BATCHES + "/")
+_ACTIONS = {FILES + "/": CONTENT, BATCHES + "/": CANCEL}
+"""Ends of paths below an object of a subtree, by the subtree."""
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +82,8 @@ class App:
                 raise error
             await self._endpoint(request)(request, reply)
         except ServiceError as error:
+            if reply.has_begun:
+                raise
             # The traceback holds the request, which may hold the error: a reference cycle.
             await _fail(request, reply, error.with_traceback(None))
         except Exception:
@@ -108,10 +116,15 @@ class App:
 
 
 def _route(path: str) -> str:
-    """Return the path's key in the routes: the path, or the beginning that its subtree shares."""
+    """Return the path's key in the routes.
+
+    This is the path itself, or the beginning that its subtree shares, or a path below any object of
+    the subtree, such as `/v1/files/{name}/content`.
+    """
     for subtree in _SUBTREES:
         if path.startswith(subtree):
-            return subtree
+            action = _ACTIONS.get(subtree)
+            return f"{subtree}{{name}}{action}" if action and path.endswith(action) else subtree
     return path
 
 
@@ -202,6 +215,8 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
     completion = GenerateEndpoint(service, COMPLETION)
     store = ResponseStore(service.config.routing.responses)
     stored = responses.StoredResponses(service, store, RESPONSES + "/")
+    files = FilesEndpoint(service, FILES + "/")
+    batches = BatchesEndpoint(service, BATCHES + "/")
     return {
         "/v1/chat/completions": {"POST": chat},
         "/v1/completions": {"POST": completion},
@@ -210,6 +225,12 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
         "/v1/embeddings": {"POST": EmbeddingsEndpoint(service)},
         RESPONSES: {"POST": GenerateEndpoint(service, responses.dialect(service, store))},
         RESPONSES + "/": _get(stored.read) | {"DELETE": stored.delete},
+        FILES: _get(files.list) | {"POST": files.create},
+        FILES + "/": _get(files.read) | {"DELETE": files.delete},
+        f"{FILES}/{{name}}{CONTENT}": _get(files.content),
+        BATCHES: _get(batches.list) | {"POST": batches.create},
+        BATCHES + "/": _get(batches.read),
+        f"{BATCHES}/{{name}}{CANCEL}": {"POST": batches.cancel},
         MODELS: _get(_page(pages.models)),
         MODELS + "/": _get(_page(pages.model)),
         "/healthz": _get(_page(pages.healthz)),

@@ -21,10 +21,10 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.server import ServerState
 
 from ullage_common.wire.errors import ServiceError
-from ullage_router.errors import head_too_large, internal, late, malformed
+from ullage_router.errors import head_too_large, internal, late, malformed, slow_upload
 from ullage_router.http.heads import head_error, unknown_version
 from ullage_router.http.limits import HTTPLimits
-from ullage_router.http.messages import REFUSAL, ASGIApp, Headers, Message, Scope
+from ullage_router.http.messages import REFUSAL, UPLOAD, ASGIApp, Headers, Message, Scope
 
 MAX_PIPELINED = 16
 """Number of pipelined requests that may wait for earlier replies before parsing stops."""
@@ -344,7 +344,10 @@ class HTTPConnection(HttpToolsProtocol):
             return
 
         if is_body:
-            self._refuse(late("body", self._limits.body_timeout_s))
+            limits = self._limits
+            is_upload = UPLOAD in self.cycle.scope
+            slow = slow_upload(limits.min_upload_bytes_per_s)
+            self._refuse(slow if is_upload else late("body", limits.body_timeout_s))
         elif self._phase is Phase.HEAD:
             self._refuse(late("request's head", self._limits.head_timeout_s))
         elif self._phase is Phase.CLOSED:
@@ -545,6 +548,9 @@ class HTTPConnection(HttpToolsProtocol):
             # since the parser keeps them until they end.
             budget = self._budget + FRAMING_BYTES_PER_BYTE * len(body)
             self._budget = min(budget, self._limits.max_head_bytes)
+            if UPLOAD in self.cycle.scope:  # each byte buys time for the next ones
+                bought_s = len(body) / self._limits.min_upload_bytes_per_s
+                self._phase_began = min(self.loop.time(), self._phase_began + bought_s)
             super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -36,6 +36,8 @@ class HTTPLimits:
     """Maximum seconds from the first byte of a request to the end of its headers."""
     body_timeout_s: float = 30.0
     """Maximum seconds from the end of the headers to the end of the body."""
+    min_upload_bytes_per_s: int = 16 << 10
+    """Minimum rate of an uploaded file, after the first `body_timeout_s`."""
     idle_timeout_s: float = 75.0
     """Maximum idle time between two requests, in seconds."""
     stall_timeout_s: float = 60.0

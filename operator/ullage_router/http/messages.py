@@ -2,8 +2,9 @@
 
 import asyncio
 import io
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import (
@@ -12,6 +13,7 @@ from ullage_router.errors import (
     content_type_not_supported,
     length_required,
 )
+from ullage_router.files.documents import Documents
 from ullage_router.http.limits import BodyRoom, HTTPLimits
 from ullage_router.http.long_bodies import (
     LONG_BODY_BYTES,
@@ -34,6 +36,13 @@ any server without a CORS preflight.
 """
 REFUSAL = "ullage.refusal"
 """Key in the ASGI scope under which the connection stores a bad request's ServiceError."""
+BATCH_TENANT = "ullage.batch_tenant"
+"""Key in the ASGI scope of a batch's requests, for the tenant that owns the batch."""
+UPLOAD = "ullage.upload"
+"""Key in the ASGI scope of requests whose body may take longer than `body_timeout_s`.
+
+The connection then bounds the rate of the body instead (`min_upload_bytes_per_s`).
+"""
 MAX_DISCARDED_BYTES = 64 << 10
 """Maximum bytes of an unread body to discard. If the body is longer, the connection closes."""
 
@@ -47,11 +56,13 @@ class Body:
     """A request body that drops its reference to the bytes once they have been taken.
 
     Attributes:
-        num_bytes: Size of the body in bytes.
+        num_bytes: Size of the body in bytes, with the texts of the files that it names.
+        documents: The files that the body names, or None if the service stores none.
     """
 
     def __init__(self, data: bytes) -> None:
         self.num_bytes = len(data)
+        self.documents: Documents | None = None
         self._data = data
 
     def peek(self) -> bytes:
@@ -97,6 +108,16 @@ class Request:
         """The server's address (empty for a Unix socket)."""
         server = self._scope.get("server")
         return str(server[0]) if server else ""
+
+    @property
+    def query(self) -> Mapping[str, str]:
+        """The parameters of the query. Of a repeated parameter, this has the last value."""
+        return dict(parse_qsl(self._scope.get("query_string", b"").decode("latin-1")))
+
+    @property
+    def batch_tenant(self) -> str | None:
+        """The tenant of the batch to which the request belongs, or None for other requests."""
+        return self._scope.get(BATCH_TENANT)
 
     @property
     def is_encrypted(self) -> bool:
@@ -154,6 +175,26 @@ class Request:
             raise bodies_full()
         self._taken_bytes += num_bytes
 
+    async def bring(self, num_bytes: int) -> None:
+        """Reserve memory for texts of files, and wait for a turn if they make the body long.
+
+        Raises:
+            ServiceError: There is not enough memory for the texts.
+        """
+        self.charge(num_bytes)
+        if self._taken_bytes <= LONG_BODY_BYTES:
+            return
+        self.end_turn()  # the turn of the body alone is too small
+        try:
+            self._handled = await self._room.handled.take(self._taken_bytes, self._tenant)
+        except TimeoutError as error:
+            raise bodies_full() from error
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The maximum size of a body in bytes, with the texts that it brings along."""
+        return self._limits.max_body_bytes
+
     def release(self, kept_bytes: int = 0) -> None:
         """End the body's turn if it has one, and release the memory reserved for the body.
 
@@ -175,7 +216,7 @@ class Request:
         Raises:
             ServiceError: The content type is not JSON, or `read` failed.
         """
-        self._check_length()
+        self._check_length(self._limits.max_body_bytes)
         kind = self.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != JSON:
             self._has_failed = True
@@ -192,8 +233,37 @@ class Request:
             ServiceError: The body is missing, too large, malformed or late, or there is not enough
                 memory for it.
         """
-        self._check_length()
+        self._check_length(self._limits.max_body_bytes)
         return await self._read_whole(tenant)
+
+    async def pieces(self, tenant: str, limit: int) -> AsyncGenerator[bytes]:
+        """Yield the pieces of a body that may be too long for the memory, as they arrive.
+
+        The client is read no faster than the caller takes the pieces.
+
+        Args:
+            tenant: The tenant to whom the memory of each piece is charged.
+            limit: Maximum size of the body in bytes.
+
+        Raises:
+            ServiceError: The body is missing, too large, malformed or too slow, or there is not
+                enough memory for a piece.
+        """
+        self._check_length(limit)
+        self._tenant = tenant
+        self._scope[UPLOAD] = True
+        self._has_failed = True  # until the whole body has arrived
+        num_bytes = 0
+        has_more = True
+        while has_more:
+            part, has_more = await self._receive_part(num_bytes, limit)
+            num_bytes += len(part)
+            try:
+                yield part
+            finally:
+                self.release()
+        self._has_failed = False
+        self._is_read = True
 
     async def _read_whole(self, tenant: str) -> bytes:
         """Read the body, and end the turn of a long body if reading fails."""
@@ -206,13 +276,12 @@ class Request:
         self._is_read = True
         return body
 
-    def _check_length(self) -> None:
+    def _check_length(self, limit: int) -> None:
         """Check that there is a body, and that its declared length is within the limit.
 
         Raises:
             ServiceError: There is no body, or it is too large.
         """
-        limit = self._limits.max_body_bytes
         declared = self.headers.get("content-length")
         if declared is None and "transfer-encoding" not in self.headers:
             raise length_required()
@@ -224,9 +293,10 @@ class Request:
         # A list of parts could have an entry a byte. BytesIO returns its value without a copy.
         buffer = io.BytesIO()
         has_more = True
+        limit = self._limits.max_body_bytes
         self._tenant = tenant
         while has_more:
-            part, has_more = await self._receive_part(buffer.tell())
+            part, has_more = await self._receive_part(buffer.tell(), limit)
             if not (has_more or buffer.tell()):
                 return part  # the whole body came at once, as most do
 
@@ -239,13 +309,14 @@ class Request:
     async def _read_long(self, buffer: io.BytesIO, has_more: bool) -> None:
         """Read the rest of a long body when its turn comes, then wait for the turn to parse it."""
         bodies = self._room.long_bodies
-        size = int(self.headers.get("content-length", self._limits.max_body_bytes))
+        limit = self._limits.max_body_bytes
+        size = int(self.headers.get("content-length", limit))
         try:
             turn = self._turn = await bodies.take(size, self._tenant)
             while has_more:
                 async with asyncio.timeout(None) as timeout:
                     with bodies.awaited(turn, timeout):
-                        part, has_more = await self._receive_part(buffer.tell())
+                        part, has_more = await self._receive_part(buffer.tell(), limit)
                 buffer.write(part)
                 turn.add(len(part))
 
@@ -254,13 +325,14 @@ class Request:
         except TimeoutError as error:
             raise bodies_full() from error
 
-    async def _receive_part(self, num_before: int) -> tuple[bytes, bool]:
+    async def _receive_part(self, num_before: int, limit: int) -> tuple[bytes, bool]:
         """Return the next part of the body, and whether another part follows.
 
         The part's memory is charged to the tenant.
 
         Args:
             num_before: Number of bytes in the earlier parts.
+            limit: Maximum size of the body in bytes.
 
         Raises:
             ServiceError: The body is malformed or too large, or there is not enough memory for it.
@@ -272,7 +344,6 @@ class Request:
             raise self.refusal
 
         part: bytes = message["body"]
-        limit = self._limits.max_body_bytes
         if num_before + len(part) > limit:
             raise body_too_large(f"more than {limit} bytes", limit)
         if not self._room.take(len(part), self._tenant):

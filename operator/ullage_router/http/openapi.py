@@ -21,8 +21,14 @@ from ullage_router.http.anthropic.schemas import (
     MessagesTool,
     OutputFormat,
 )
+from ullage_router.http.batches import answers as batches
+from ullage_router.http.batches.endpoint import BatchRequest
 from ullage_router.http.console.console import CONSOLE, OVERLOAD, Overload
 from ullage_router.http.console.console import EVENTS as CONSOLE_EVENTS
+from ullage_router.http.files import answers as files
+from ullage_router.http.files.endpoint import MAX_PAGE
+from ullage_router.http.files.form import MIN_TTL_S, PURPOSES, UPLOADED
+from ullage_router.http.files.multipart import FORM
 from ullage_router.http.openai import answers
 from ullage_router.http.openai.embeddings import EmbeddingsRequest, Input
 from ullage_router.http.openai.schemas import (
@@ -48,6 +54,7 @@ PATH = "/openapi.json"
 JSON = "application/json"
 EVENTS = "text/event-stream"
 TEXT = "text/plain"
+BYTES = "application/octet-stream"
 _REF = "#/components/schemas/{name}"
 
 REFUSING: tuple[type[Unsupported | Refusing], ...] = (
@@ -116,12 +123,15 @@ WITH_BODY = {
     411: "The request has no body.",
     413: "The body is too large.",
 }
+WITH_STORE = WITH_KEY | {503: "The store of files cannot be used now."}
+STORING = {507: "The store or its disk is full."}
 GENERATING = {
-    409: "A later request with the same x-ullage-replace took its place.",
+    409: "A later request with the same x-ullage-replace took its place, a batch uses the file, or "
+    "the batch has ended.",
     422: "Another request had the same Idempotency-Key.",
     504: "The time limit passed before the first token.",
 }
-_TEXTS = ANY_REQUEST | WITH_KEY | WITH_BODY | GENERATING
+_TEXTS = ANY_REQUEST | WITH_KEY | WITH_BODY | STORING | GENERATING
 _ERROR_HEADERS: Mapping[str, tuple[frozenset[int], str]] = {
     "retry-after": (frozenset({429, 503}), "Seconds after which to retry."),
     "www-authenticate": (frozenset({401}), "How to send a key."),
@@ -143,7 +153,11 @@ class Operation:
     """Content types of the response. If it can be JSON, `answer` is its type."""
     status: int = 200
     body: Any = None
-    """Type of the request body, or None if the request has no body."""
+    """Type of the request body, or None if the request has no JSON body."""
+    form: Json | None = None
+    """JSON Schema of the form that the request has as its body, or None."""
+    query: tuple[str, ...] = ()
+    """Parameters that the query may have."""
     events: tuple[type, ...] = ()
     """Event types of the response's stream (empty if the response is never a stream)."""
     is_done_marked: bool = True
@@ -192,7 +206,38 @@ _REQUEST_HEADERS: Mapping[str, str] = {
 }
 
 
+_QUERY_PARAMETERS: Mapping[str, Json] = {
+    "limit": {
+        "description": "Most objects in the list: up to 10000 files, or up to 100 batches.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+    },
+    "after": {
+        "description": "Id of the last object of the page before.",
+        "schema": {"type": "string"},
+    },
+    "order": {
+        "description": "Whether the oldest or the newest object comes first.",
+        "schema": {"enum": ["asc", "desc"], "default": "desc"},
+    },
+    "purpose": {"description": "Purpose of the files.", "schema": {"enum": list(PURPOSES)}},
+}
+_UPLOAD_FORM: Json = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"enum": list(UPLOADED)},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_TTL_S},
+    },
+}
+
+
 _PATH_PARAMETERS: Mapping[str, str] = {
+    "/v1/files/{name}": "Id of a file.",
+    "/v1/files/{name}/content": "Id of a file.",
+    "/v1/batches/{name}": "Id of a batch.",
+    "/v1/batches/{name}/cancel": "Id of a batch.",
     "/v1/models/{name}": "Name of a model.",
     "/v1/responses/{name}": "Id of a response.",
 }
@@ -296,6 +341,65 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
             responses.DeletedResponse,
             errors=WITH_KEY,
         ),
+    },
+    "/v1/files": {
+        **_get(
+            Operation(
+                "files",
+                "List the stored files.",
+                files.FileList,
+                errors=WITH_STORE,
+                query=("limit", "after", "order", "purpose"),
+            )
+        ),
+        "POST": Operation(
+            "upload_file",
+            "Store a file.",
+            files.FileObject,
+            form=_UPLOAD_FORM,
+            errors=WITH_STORE | WITH_BODY | STORING,
+        ),
+    },
+    "/v1/files/{name}": {
+        **_get(Operation("file", "Describe a file.", files.FileObject, errors=WITH_STORE)),
+        "DELETE": Operation(
+            "delete_file",
+            "Delete a file.",
+            files.DeletedFile,
+            errors=WITH_STORE | {409: GENERATING[409]},
+        ),
+    },
+    "/v1/files/{name}/content": _get(
+        Operation("file_content", "Return the bytes of a file.", kinds=(BYTES,), errors=WITH_STORE)
+    ),
+    "/v1/batches": {
+        **_get(
+            Operation(
+                "batches",
+                "List the batches.",
+                batches.BatchList,
+                errors=WITH_STORE,
+                query=("limit", "after"),
+            )
+        ),
+        "POST": Operation(
+            "create_batch",
+            "Answer the requests of a file.",
+            batches.BatchObject,
+            body=BatchRequest,
+            errors=WITH_STORE | WITH_BODY | STORING,
+        ),
+    },
+    "/v1/batches/{name}": _get(
+        Operation("batch", "Describe a batch.", batches.BatchObject, errors=WITH_STORE)
+    ),
+    "/v1/batches/{name}/cancel": {
+        "POST": Operation(
+            "cancel_batch",
+            "Cancel a batch.",
+            batches.BatchObject,
+            errors=WITH_STORE | STORING | {409: GENERATING[409]},
+        )
     },
     "/v1/messages": {
         "POST": Operation(
@@ -474,13 +578,19 @@ def _operation(operation: Operation, path: str, method: str, schemas: Schemas) -
     name = f"{operation.name}_head" if is_head else operation.name
     described: Json = {"operationId": name, "summary": operation.summary}
     parameters = [_parameter(header) for header in operation.headers]
-    if path.endswith("{name}"):
+    parameters += [
+        {"name": query, "in": "query", **_QUERY_PARAMETERS[query]} for query in operation.query
+    ]
+    if "{name}" in path:
         parameters.append(_path_parameter(path))
     if parameters:
         described["parameters"] = parameters
 
     if operation.body is not None:
         content = {JSON: {"schema": schemas.of(operation.body)}}
+        described["requestBody"] = {"required": True, "content": content}
+    if operation.form is not None:
+        content = {FORM: {"schema": operation.form}}
         described["requestBody"] = {"required": True, "content": content}
     if operation.needs_key:
         described["security"] = [{"key": []}, {}]

@@ -11,7 +11,8 @@ Foreign pages can reach a router in a pod in the same ways, through a forwarder 
 `kubectl port-forward` that connects over the pod's loopback interface.
 
 Other connections arrive over a network that controls who may connect, often through a proxy with
-other host names. Their Host and Origin are therefore not checked.
+other host names. Their Host is therefore not checked, and their Origin only for uploaded forms,
+which a foreign page may send without asking the router first.
 """
 
 import functools
@@ -101,12 +102,18 @@ class OriginGuard:
         """
         if not self._is_local:
             if not is_loopback(request.local_address):
+                if _is_form(request):
+                    self._check_origin(origin, request.headers.get("host", ""))
                 return
             is_for_machines = not origin if self._is_api else request.path in _FOR_MACHINES
             if is_for_machines:
                 return
 
         host = request.headers.get("host", "")
+        self._check_host(request, host)
+        self._check_origin(origin, host)
+
+    def _check_host(self, request: Request, host: str) -> None:
         # Over TLS the browser has checked the certificate, and a rebound name has none here.
         if not (request.is_encrypted or _is_local_host(host) or _name(host) in self._hosts):
             raise forbidden(
@@ -115,6 +122,7 @@ class OriginGuard:
                 "localhost, or allow an origin of that name in spec.router.cors.allowedOrigins",
             )
 
+    def _check_origin(self, origin: str | None, host: str) -> None:
         if origin and not (self._allows(origin) or _is_same(origin, host)):
             raise forbidden(
                 "ORIGIN_NOT_ALLOWED",
@@ -139,6 +147,14 @@ class OriginGuard:
             (b"access-control-allow-origin", allowed.encode()),
             (b"access-control-expose-headers", _EXPOSED),
         ]
+
+
+def _is_form(request: Request) -> bool:
+    """Return whether browsers let a foreign page send this request without a CORS preflight.
+
+    All other bodies are JSON, for which browsers ask first.
+    """
+    return request.headers.get("content-type", "").lower().startswith("multipart/")
 
 
 def _is_api_path(path: str) -> bool:

@@ -15,10 +15,12 @@ from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
 from ullage_router.admission.scale_to_zero import ScaleToZero
+from ullage_router.batches.runner import BatchRunner
 from ullage_router.cascade.cascade import Cascade
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import stopped
+from ullage_router.files.store import FileStore
 from ullage_router.intake import IntakeThread
 from ullage_router.pipeline.coalesce import Coalescer
 from ullage_router.pipeline.generate import EngineSender
@@ -97,6 +99,10 @@ class RouterService:
         self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
         self.metrics.registry.register(AnswersCollector(self.rollout.replayer))
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
+        self.files = FileStore(config.files) if config.files else None
+        self.batches = (
+            BatchRunner(config.files.batches, self.files) if config.files and self.files else None
+        )
 
         self.admission = Admission(config, self.engines, self.queue, self._threads, self.balancer)
         self.scale_to_zero = ScaleToZero(config, self.engines, self.admission)
@@ -172,6 +178,8 @@ class RouterService:
             await self.cascade.read_secrets()
 
     async def start(self) -> None:
+        if self.files:
+            await self.files.start()
         self.issuer.start()
         await self.rollout.canary.start()
         await self.engines.start()
@@ -184,6 +192,10 @@ class RouterService:
         await self.rollout.replayer.close()
         await self.engines.close()
         await self.tenants.close()
+        if self.batches:
+            await self.batches.close()
+        if self.files:
+            await self.files.close()
         await self.tls.close()
         self._threads.close()
         self.intake.close()
@@ -259,6 +271,8 @@ class RouterService:
             "rollout": self.rollout.as_json(),
             "picks": self.issuer.as_json(),
             "cascade": self.cascade.snapshot() if self.cascade else [],
+            **({"files": self.files.as_json()} if self.files else {}),
+            **({"batches": self.batches.as_json()} if self.batches else {}),
             **self.tenants.snapshot(),
             **self.tls.snapshot(),
         }

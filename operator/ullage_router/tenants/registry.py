@@ -75,13 +75,29 @@ class Tenants:
         """
         if self._section is None:
             return TenantSession(self._shared)
-        account = self._account(self._authenticate(authorization))
+        return self._enabled_session(self._authenticate(authorization))
+
+    def _enabled_session(self, name: str) -> TenantSession:
+        account = self._account(name)
         if not account.rules.enabled:
             raise self._refused(
                 "disabled",
                 errors.forbidden("TENANT_DISABLED", f"tenant {account.name} is disabled"),
             )
         return TenantSession(account, self._metrics)
+
+    def open_session_of(self, name: str) -> TenantSession:
+        """Open a session for a tenant whose request this router sends itself.
+
+        Raises:
+            ServiceError: The tenant has no key any more, or is disabled.
+        """
+        if self._section is None:
+            return TenantSession(self._shared)
+        is_anonymous = name == ANONYMOUS and self._section.anonymous == "allow"
+        if not (name in self._keys.digests or is_anonymous):
+            raise errors.tenant_without_key(name)
+        return self._enabled_session(name)
 
     def check_stats(self, authorization: str | None) -> None:
         """Check that the key may read /stats. If /stats is not protected, allow every client.

@@ -433,6 +433,37 @@ class ResponsesSection(Strict, frozen=True, kw_only=True):
     """Maximum total bytes of the responses that one process keeps."""
 
 
+class BatchLimits(Strict, frozen=True, kw_only=True):
+    """Limits on batches, whose requests are in uploaded files."""
+
+    max_concurrency: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
+    """Maximum number of requests of batches that are answered at a time."""
+    max_requests: Positive = 50_000
+    """Maximum number of requests of a batch."""
+    max_active: Positive = 64
+    """Maximum number of batches that have not ended. One tenant gets at most half of this."""
+
+
+class FilesLimits(Strict, frozen=True, kw_only=True):
+    """Limits on the files that clients upload to /v1/files."""
+
+    max_file_bytes: Annotated[Bytes, msgspec.Meta(ge=1)] = 512 << 20
+    max_bytes: Annotated[Bytes, msgspec.Meta(ge=1)] = 8 << 30
+    """Maximum total bytes of all files. One tenant gets at most half of this."""
+    max_files: Positive = 10_000
+    """Maximum number of files. One tenant gets at most half of this."""
+    ttl: SomeSeconds = 30 * 86400.0
+    """Maximum time for which a file is kept, in seconds."""
+    batches: BatchLimits = BatchLimits()
+
+
+class FilesSection(FilesLimits, frozen=True, kw_only=True):
+    """Settings of the store of uploaded files."""
+
+    dir: Text
+    """Folder of the files. One router process at a time uses it."""
+
+
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
     """Requests with more prompt tokens than this go to the pool with role `large`."""
@@ -649,6 +680,8 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     tickets: RouterTickets | None = None
     """Ticket settings, or None to disable tickets and the `Pick` RPC that issues them."""
     routing: RoutingSection = RoutingSection()
+    files: FilesSection | None = None
+    """Settings of uploaded files, or None if /v1/files is off."""
     prompts: PromptsSection = PromptsSection()
     limits: RequestLimits = RequestLimits()
     streaming: StreamingSection = StreamingSection()

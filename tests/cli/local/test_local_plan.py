@@ -245,11 +245,29 @@ def test_files_are_in_the_run_directory_or_in_a_folder_of_this_machine(
     ]
     own = [str(tmp_path / f"demo-single-{index}" / "kv") for index in range(2)]
     assert folders == [*own, str(chosen), None]
-    assert plan.folders == [*map(Path, own), chosen]
+    assert list(plan.folders) == [*map(Path, own), chosen]
     make_folders(plan.folders)
     make_folders(plan.folders)
     assert chosen.is_dir()
     assert not any(chosen.iterdir())
+
+
+def test_uploaded_files_are_in_the_run_directory_or_in_a_folder_of_this_machine(
+    manifest: Make, tmp_path: Path
+) -> None:
+    plan = local(manifest(router={"replicas": 1, "files": {"maxBytes": "1Gi"}}), tmp_path)
+    config = read(plan, "demo-router-0", RouterConfig)
+    own = tmp_path / "demo-router-0" / "files"
+    assert config.files
+    assert (config.files.dir, config.files.max_bytes) == (str(own), 1 << 30)
+    assert plan.folders == {own: "router.files.path"}
+
+    taken = tmp_path / "taken"
+    taken.write_text("no folder")
+    chosen = {"path": str(taken / "files"), "claimName": "files"}
+    plan = local(manifest(router={"replicas": 1, "files": chosen}), tmp_path)
+    with pytest.raises(LocalFailure, match=f"router.files.path {taken}/files: Not a directory"):
+        make_folders(plan.folders)
 
 
 def engine_with(**fields: Any) -> dict[str, Any]:

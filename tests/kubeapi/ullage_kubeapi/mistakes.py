@@ -273,6 +273,17 @@ SCALING = (
 """About the size of pools."""
 
 SERVICE = (
+    rule("router.files", "files are in the folder of one router", value={}),
+    rule(
+        "router.files",
+        "files are in the folder of one router",
+        {"router": {"replicas": 1, "files": {}, "autoscaling": {"maxReplicas": 2}}},
+    ),
+    rule(
+        "router.files.ttl",
+        "ttl must be at least 1m",
+        {"router": {"replicas": 1, "files": {"ttl": "1s"}}},
+    ),
     rule("router.service.loadBalancerClass", "is only for load balancers", value="x"),
     rule("router.service.loadBalancerSourceRanges", "are only for load", value=["10.0.0.0/8"]),
     rule("router.service.externalTrafficPolicy", "clients outside the cluster", value="Local"),

@@ -8,6 +8,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_TOOLS_BYTES
 from ullage_common.wire.validation import check_calls, invalid_value
+from ullage_router.files.documents import Documents, document_text
 from ullage_router.http.openai.decoding import decode_field, utf8
 from ullage_router.http.openai.schemas import (
     NULL,
@@ -15,6 +16,7 @@ from ullage_router.http.openai.schemas import (
     ChatMessage,
     ChatRequest,
     ContentPart,
+    FileReference,
     NamedFunction,
     NamedTool,
     ToolCall,
@@ -34,11 +36,18 @@ _TOOLS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _NAMED = msgspec.json.Decoder(NamedFunction)
 
 
-def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) -> None:
+def set_conversation(
+    conversation: inference_pb2.Messages, chat: ChatRequest, documents: Documents | None
+) -> None:
     """Move a chat body's messages, and copy its tools, into a conversation.
 
     Each message is removed from the body as soon as it is converted, since two copies of a long
     conversation would take megabytes.
+
+    Args:
+        conversation: The conversation.
+        chat: The body.
+        documents: The files that the body names, or None if the service stores no files.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.
@@ -47,7 +56,7 @@ def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) ->
     given = chat.messages[::-1]
     chat.messages.clear()
     for i in range(len(given)):
-        _add_message(conversation, f"messages[{i}]", given.pop())
+        _add_message(conversation, f"messages[{i}]", given.pop(), documents)
 
     conversation.end = _prompt_end(chat)
     conversation.template_arguments = _template_arguments(chat)
@@ -156,7 +165,12 @@ def _name_of(tool: dict[str, msgspec.Raw]) -> str:
     return "" if raw == NULL else decode_field(_NAMED, raw, "tools.function").name
 
 
-def _add_message(conversation: inference_pb2.Messages, field: str, message: ChatMessage) -> None:
+def _add_message(
+    conversation: inference_pb2.Messages,
+    field: str,
+    message: ChatMessage,
+    documents: Documents | None,
+) -> None:
     for name, value in (("function_call", message.function_call), ("audio", message.audio)):
         if value != NULL:
             remedy = "tool_calls" if name == "function_call" else "text"
@@ -164,7 +178,7 @@ def _add_message(conversation: inference_pb2.Messages, field: str, message: Chat
 
     added = conversation.messages.add(
         role=utf8(f"{field}.role", message.role),
-        content=_content(f"{field}.content", message),
+        content=_content(f"{field}.content", message, documents),
         tool_call_id=utf8(f"{field}.tool_call_id", message.tool_call_id or ""),
         name=utf8(f"{field}.name", message.name or ""),
         reasoning=_reasoning(field, message),
@@ -190,7 +204,7 @@ def _add_call(message: inference_pb2.Message, field: str, call: ToolCall) -> Non
     )
 
 
-def _content(field: str, message: ChatMessage) -> str:
+def _content(field: str, message: ChatMessage, documents: Documents | None) -> str:
     if message.content is None:
         if message.role == "assistant":
             return ""
@@ -199,18 +213,27 @@ def _content(field: str, message: ChatMessage) -> str:
         return utf8(field, message.content)
     parts = enumerate(message.content)
     # vLLM joins parts in the same way. Without it, the words at their edges would run together.
-    return "\n".join(_part(f"{field}[{j}]", part, message.role) for j, part in parts)
+    return "\n".join(_part(f"{field}[{j}]", part, message.role, documents) for j, part in parts)
 
 
-def _part(field: str, part: ContentPart, role: str) -> str:
-    """Return the text of a content part.
+def _part(field: str, part: ContentPart, role: str, documents: Documents | None) -> str:
+    """Return the text of a content part, or of the file that the part names.
 
     In an assistant message, the part may also be a refusal, whose text is then returned.
     """
+    if part.type == "file":
+        return _file_text(f"{field}.file", part.file or FileReference(), documents)
     is_refusal = part.type == "refusal" and role == "assistant"
     if part.type != "text" and not is_refusal:
-        raise invalid_value(f"{field}.type", part.type, "text")
+        raise invalid_value(f"{field}.type", part.type, "text, file")
     text = part.refusal if is_refusal else part.text
     if text is None:
         raise invalid_value(f"{field}.{part.type}", "missing", "a string")
     return utf8(f"{field}.{part.type}", text)
+
+
+def _file_text(field: str, file: FileReference, documents: Documents | None) -> str:
+    if file.file_data is not None:
+        message = f"{field}.file_data is not supported; upload the file, and send its file_id"
+        raise invalid(f"{field}.file_data", message)
+    return document_text(field, file.file_id, documents)

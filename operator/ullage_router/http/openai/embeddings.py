@@ -41,6 +41,7 @@ from ullage_router.http.openai.endpoint import (
 from ullage_router.http.openai.requests import set_tokens
 from ullage_router.http.openai.responses import JSON, prompt_tokens_details
 from ullage_router.http.openai.schemas import AtLeastOne, Refusing, Token
+from ullage_router.http.sessions import open_session, set_priority
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord, cached_tokens
@@ -101,10 +102,12 @@ class EmbeddingsEndpoint:
         tenant: TenantSession | None = None
 
         try:
-            tenant = service.tenants.open_session(request.headers.get("authorization"))
+            authorization = request.headers.get("authorization")
+            tenant = open_session(service.tenants, request, authorization)
             data = await request.read_json(tenant.name)
             parsing = functools.partial(_parsed, data)
             body, asked, ignored = await service.intake.run(data.num_bytes, tenant.name, parsing)
+            set_priority(request, asked)
             limit_s = time_limit_s(request.headers, service.config.limits.total_timeout)
             if len(asked) > 1:
                 tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))

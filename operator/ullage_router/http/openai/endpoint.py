@@ -18,7 +18,10 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import num_answers
 from ullage_router.call import Call, ResponseStream, deadline_of
 from ullage_router.errors import http_status, internal
+from ullage_router.files.catalog import StoredFile
+from ullage_router.files.documents import naming_files
 from ullage_router.http.client_timeout import time_limit_s
+from ullage_router.http.files.attach import attach_documents
 from ullage_router.http.messages import Body, Headers, Reply, Request
 from ullage_router.http.openai import requests
 from ullage_router.http.openai.errors import (
@@ -37,6 +40,7 @@ from ullage_router.http.openai.responses import (
 )
 from ullage_router.http.openai.schemas import Common
 from ullage_router.http.openai.sse import ChunkedAnswer
+from ullage_router.http.sessions import open_session, set_priority
 from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.server.service import RouterService
@@ -143,6 +147,8 @@ class Dialect:
     """Returns a request's credentials, as the `authorization` header has them."""
     headers: Callable[[RequestRecord], Headers] = _no_headers
     """Returns headers of responses in addition to those of every endpoint."""
+    takes_files: bool = False
+    """Whether a body may name files, whose texts take the place of their names."""
     more_bytes: Callable[[Body, TenantSession], int] | None = None
     """Returns the bytes of text that a request brings along in addition to its body, if it may."""
 
@@ -161,7 +167,8 @@ def _completion_answer(options: ResponseOptions) -> ChunkedAnswer:
 
 def _parse_chat(body: Body, _: TenantSession) -> Parsed:
     chat, ignored = requests.parse_chat(body.take())
-    return _parsed(chat, [requests.from_chat(chat)], _chat_answer, ignored)
+    asked = requests.from_chat(chat, body.documents)
+    return _parsed(chat, [asked], _chat_answer, ignored)
 
 
 def _parse_completion(body: Body, _: TenantSession) -> Parsed:
@@ -169,7 +176,7 @@ def _parse_completion(body: Body, _: TenantSession) -> Parsed:
     return _parsed(completion, requests.from_completion(completion), _completion_answer, ignored)
 
 
-CHAT = Dialect(_parse_chat, _CHAT_ERRORS)
+CHAT = Dialect(_parse_chat, _CHAT_ERRORS, takes_files=True)
 COMPLETION = Dialect(_parse_completion, _COMPLETION_ERRORS)
 EMBEDDINGS = openai_errors("input")
 
@@ -330,9 +337,10 @@ class GenerateEndpoint:
         authorization = self._dialect.credentials(headers)
 
         try:
-            tenant = service.tenants.open_session(authorization)
+            tenant = open_session(service.tenants, request, authorization)
             body = await request.read_json(tenant.name)
             record = RequestRecord(record_id)  # the clock starts once the whole body has arrived
+            files = await self._attach_documents(request, body, tenant.name)
             num_bytes = body.num_bytes
             if self._dialect.more_bytes:
                 weigh = functools.partial(self._dialect.more_bytes, body, tenant)
@@ -359,6 +367,7 @@ class GenerateEndpoint:
         if session_id := headers.get("x-session-id"):
             for one in asked:
                 one.session_id = session_id
+        set_priority(request, asked)
         record.ignored = parsed.ignored
         deadline = deadline_of(asked[0], record, limit_s, limits.request_timeout)
         call = Call(
@@ -378,7 +387,7 @@ class GenerateEndpoint:
         )
         writer = self._writer(reply, record)
         if len(asked) == 1:
-            await self._answer(call, parsed, writer)
+            await self._answer(call, parsed, files, writer)
             return
         max_queued = service.config.routing.queue.max_requests
         many = ManyPrompts(
@@ -393,7 +402,17 @@ class GenerateEndpoint:
             reply, record, dialect.errors, keepalive_s, dialect.keepalive, dialect.headers
         )
 
-    async def _answer(self, call: Call, parsed: Parsed, writer: Writer) -> None:
+    async def _attach_documents(
+        self, request: Request, body: Body, tenant: str
+    ) -> Sequence[StoredFile]:
+        """Read the files that a body names, and return their descriptions."""
+        if not self._dialect.takes_files:
+            return ()
+        return await attach_documents(self._service.files, request, body, tenant)
+
+    async def _answer(
+        self, call: Call, parsed: Parsed, files: Sequence[StoredFile], writer: Writer
+    ) -> None:
         if call.is_streamed:
             writer.wait_for_stream()
 
@@ -407,7 +426,8 @@ class GenerateEndpoint:
                     await _whole(stream, answer, writer)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
-            await writer.error(as_service_error(error, call.record), answer)
+            # A variable for the refusal would be a reference cycle, since the error has this frame.
+            await writer.error(_refusal(error, call.record, files), answer)
         finally:
             writer.stop()
 
@@ -456,6 +476,14 @@ def as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
         return error
     log.error("request failed", exc_info=error, extra={"request_id": record.request_id})
     return internal(record.request_id)
+
+
+def _refusal(error: Exception, record: RequestRecord, files: Sequence[StoredFile]) -> ServiceError:
+    """Return the error to send to the client, with the files if they make the prompt too long."""
+    refusal = as_service_error(error, record)
+    if files and refusal.reason == "CONTEXT_TOO_LONG":
+        return naming_files(refusal, files)
+    return refusal
 
 
 async def _stream(stream: ResponseStream, answer: Answer, writer: Writer) -> None:

@@ -12,8 +12,8 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import (
     INVALID_API_KEY,
+    NO_RETRY,
     RATE_LIMIT_EXCEEDED,
-    REPLACED,
     error_type,
     retry_after_s,
 )
@@ -174,8 +174,9 @@ def error_headers(error: ServiceError) -> Headers:
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:
         headers.append((b"www-authenticate", b"Bearer"))
-    if error.reason == REPLACED:
-        # OpenAI's clients retry a 409, and the retry would replace the newer request.
+    if error.reason in NO_RETRY:
+        # OpenAI's clients retry a 409 and a 507. The retry would replace the newer request, or
+        # send the file once more.
         headers.append((b"x-should-retry", b"false"))
     return headers
 

@@ -9,6 +9,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_BEAM_WIDTH
 from ullage_common.wire.validation import invalid_value
+from ullage_router.files.documents import Documents
 from ullage_router.http.openai.conversation import set_conversation
 from ullage_router.http.openai.decoding import (
     PIECE_BYTES,
@@ -63,8 +64,12 @@ def parse_completion(body: bytes) -> tuple[CompletionRequest, tuple[str, ...]]:
     return parse_fields(_COMPLETION, body)
 
 
-def from_chat(chat: ChatRequest) -> Request:
+def from_chat(chat: ChatRequest, documents: Documents | None = None) -> Request:
     """Convert a chat body to a GenerateRequest. This removes the messages from the body.
+
+    Args:
+        chat: The body.
+        documents: The files that the body names, or None if the service stores no files.
 
     Raises:
         ServiceError: A field is invalid. The error names the field.
@@ -73,7 +78,7 @@ def from_chat(chat: ChatRequest) -> Request:
 
     # Set even when empty, so that the error names `messages` rather than the missing input.
     request.messages.SetInParent()
-    set_conversation(request.messages, chat)
+    set_conversation(request.messages, chat, documents)
     if chat.add_special_tokens:
         raise invalid_value(
             "add_special_tokens", True, "false: the chat template writes the special tokens"

@@ -71,12 +71,23 @@ class StreamOptions(msgspec.Struct, frozen=True):
     """Whether every chunk has the usage so far. It has an effect only with `include_usage`."""
 
 
+class FileReference(msgspec.Struct, frozen=True):
+    """A file whose text takes the place of the part that names the file."""
+
+    file_id: str | None = None
+    file_data: str | None = None
+    """The content of the file. This is refused: files have to be uploaded first."""
+    filename: str | None = None
+    """This field has no effect."""
+
+
 class ContentPart(msgspec.Struct, frozen=True):
     """A part of a message's content."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    file: FileReference | None = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True):

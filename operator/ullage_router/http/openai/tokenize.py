@@ -15,6 +15,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_MESSAGES, MAX_PROMPT_TOKENS
 from ullage_common.wire.validation import check_prompt_tokens, validate_request
+from ullage_router.http.files.attach import attach_documents
 from ullage_router.http.messages import Body, Reply, Request
 from ullage_router.http.openai.decoding import (
     body_decoder,
@@ -81,6 +82,7 @@ class TokenizeEndpoint:
         service = self._service
         tenant = service.tenants.open_session(request.headers.get("authorization"))
         body = await request.read_json(tenant.name)
+        await attach_documents(service.files, request, body, tenant.name)
         size = body.num_bytes
         asked, wants_strings, unknown = await service.intake.run(
             size, tenant.name, partial(_tokenize_request, body)
@@ -146,7 +148,8 @@ def _tokenize_request(body: Body) -> tuple[inference_pb2.GenerateRequest, bool, 
                 add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message,
                 add_special_tokens=asked.add_special_tokens,
-            )
+            ),
+            body.documents,
         )
     else:
         request = inference_pb2.GenerateRequest(

@@ -30,6 +30,7 @@ def dialect(service: RouterService, store: ResponseStore) -> Dialect:
     return Dialect(
         functools.partial(_parse, service, store),
         ERRORS,
+        takes_files=True,
         more_bytes=functools.partial(_stored_bytes, store) if store.is_enabled else None,
     )
 
@@ -60,7 +61,9 @@ def _parse(
     service: RouterService, store: ResponseStore, body: Body, tenant: TenantSession
 ) -> Parsed:
     drops_turns = "shrinkContext" in service.config.routing.ladder
-    asked = read_request(body.take(), tenant.name, store, drops_turns=drops_turns)
+    asked = read_request(
+        body.take(), tenant.name, store, drops_turns=drops_turns, documents=body.documents
+    )
     model = service.engines.model
     defaults = SAMPLING | (sampling_defaults(model) if model else {})
     sampling = {

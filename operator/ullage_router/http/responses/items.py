@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import invalid
 from ullage_common.wire.validation import invalid_value
+from ullage_router.files.documents import Documents, document_text
 from ullage_router.http.openai.decoding import utf8
 from ullage_router.http.responses.schemas import Item, ItemPart
 from ullage_router.http.responses.tools import full_name
@@ -16,12 +18,17 @@ _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = frozenset({"input_text", "output_text", "text"})
 
 
-def add_items(conversation: Messages, items: list[Item]) -> None:
+def add_items(conversation: Messages, items: list[Item], documents: Documents | None) -> None:
     """Move items to the end of a conversation.
 
     Reasoning, the assistant's message and its calls are items of their own, and together are one
     turn of a conversation. Each item is removed from the list as soon as it is converted, since two
     copies of a long conversation would take megabytes.
+
+    Args:
+        conversation: The conversation.
+        items: The items.
+        documents: The files that the items name, or None if the service stores no files.
 
     Raises:
         ServiceError: An item is invalid. The error names the field.
@@ -30,11 +37,15 @@ def add_items(conversation: Messages, items: list[Item]) -> None:
     items.clear()
     turn: Message | None = None
     for i in range(len(given)):
-        turn = _add_item(conversation, f"input[{i}]", given.pop(), turn)
+        turn = _add_item(conversation, f"input[{i}]", given.pop(), turn, documents)
 
 
 def _add_item(
-    conversation: Messages, field: str, item: Item, turn: Message | None
+    conversation: Messages,
+    field: str,
+    item: Item,
+    turn: Message | None,
+    documents: Documents | None,
 ) -> Message | None:
     """Add an item, and return the assistant's turn to which the next item may belong.
 
@@ -43,10 +54,11 @@ def _add_item(
         field: Name of the item in errors.
         item: The item.
         turn: The assistant's turn to which the item may belong, or None.
+        documents: The files that the items name, or None if the service stores no files.
     """
     match item.type:
         case "message":
-            return _add_message(conversation, field, item, turn)
+            return _add_message(conversation, field, item, turn, documents)
         case "reasoning":
             if turn is None or turn.content or turn.tool_calls or turn.reasoning:
                 turn = conversation.messages.add(role="assistant")
@@ -70,7 +82,7 @@ def _add_item(
             conversation.messages.add(
                 role="tool",
                 tool_call_id=_required(f"{field}.call_id", item.call_id),
-                content=_content(f"{field}.output", output),
+                content=_content(f"{field}.output", output, documents),
             )
             return None
         case _:
@@ -78,12 +90,17 @@ def _add_item(
 
 
 def _add_message(
-    conversation: Messages, field: str, item: Item, turn: Message | None
+    conversation: Messages,
+    field: str,
+    item: Item,
+    turn: Message | None,
+    documents: Documents | None,
 ) -> Message | None:
     role = _required(f"{field}.role", item.role)
     if role not in _ROLES:
         raise invalid_value(f"{field}.role", role, ", ".join(_ROLES))
-    content = _content(f"{field}.content", item.content, is_assistant=role == "assistant")
+    is_assistant = role == "assistant"
+    content = _content(f"{field}.content", item.content, documents, is_assistant=is_assistant)
     if role != "assistant":
         conversation.messages.add(role=role, content=content)
         return None
@@ -94,25 +111,40 @@ def _add_message(
 
 
 def _content(
-    field: str, content: str | Sequence[ItemPart] | None, *, is_assistant: bool = False
+    field: str,
+    content: str | Sequence[ItemPart] | None,
+    documents: Documents | None,
+    *,
+    is_assistant: bool = False,
 ) -> str:
     if content is None:
         raise invalid_value(field, "missing", "a string or a list of text parts")
     if isinstance(content, str):
         return utf8(field, content)
     return "\n".join(  # as the parts of chats
-        _text(f"{field}[{i}]", part, is_assistant=is_assistant) for i, part in enumerate(content)
+        _text(f"{field}[{i}]", part, documents, is_assistant=is_assistant)
+        for i, part in enumerate(content)
     )
 
 
-def _text(field: str, part: ItemPart, *, is_assistant: bool) -> str:
+def _text(field: str, part: ItemPart, documents: Documents | None, *, is_assistant: bool) -> str:
+    if part.type == "input_file" and not is_assistant:
+        return _file_text(field, part, documents)
     is_refusal = part.type == "refusal" and is_assistant
     if part.type not in _TEXTS and not is_refusal:
-        possible = "output_text, refusal" if is_assistant else "input_text"
+        possible = "output_text, refusal" if is_assistant else "input_text, input_file"
         raise invalid_value(f"{field}.type", part.type, possible)
     return _required_text(
         f"{field}.{'refusal' if is_refusal else 'text'}", part.refusal if is_refusal else part.text
     )
+
+
+def _file_text(field: str, part: ItemPart, documents: Documents | None) -> str:
+    for name, value in (("file_data", part.file_data), ("file_url", part.file_url)):
+        if value is not None:
+            message = f"{field}.{name} is not supported; upload the file, and send its file_id"
+            raise invalid(f"{field}.{name}", message)
+    return document_text(field, part.file_id, documents)
 
 
 def _reasoning(field: str, parts: str | Sequence[ItemPart] | None) -> str:

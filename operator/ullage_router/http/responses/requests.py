@@ -9,6 +9,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_MESSAGES
 from ullage_common.wire.validation import check_calls, invalid_value
+from ullage_router.files.documents import Documents
 from ullage_router.http.long_bodies import LONG_BODY_BYTES
 from ullage_router.http.openai.decoding import body_decoder, parse_fields, utf8
 from ullage_router.http.openai.requests import from_common
@@ -71,7 +72,14 @@ class Asked:
     """Names of the body's unknown fields."""
 
 
-def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns: bool) -> Asked:
+def read_request(
+    data: bytes,
+    tenant: str,
+    store: ResponseStore,
+    *,
+    drops_turns: bool,
+    documents: Documents | None = None,
+) -> Asked:
     """Decode the body of a request to /v1/responses, and convert it.
 
     Args:
@@ -79,6 +87,7 @@ def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns:
         tenant: Name of the tenant.
         store: The stored responses.
         drops_turns: Whether this service drops old turns of conversations that are too long.
+        documents: The files that the body names, or None if the service stores no files.
 
     Raises:
         ServiceError: The body is invalid. The error names the field.
@@ -98,7 +107,7 @@ def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns:
     if isinstance(body.input, str):
         messages.messages.add(role="user", content=utf8("input", body.input))
     else:
-        add_items(messages, body.input)
+        add_items(messages, body.input, documents)
     if len(messages.messages) > MAX_MESSAGES:
         given = f"a conversation with {len(messages.messages)} turns"
         raise invalid_value("input", given, f"at most {MAX_MESSAGES} turns")
@@ -159,7 +168,16 @@ def _check_options(body: ResponsesRequest, *, drops_turns: bool) -> None:
     if body.reasoning and body.reasoning.summary not in (None, *_SUMMARIES):
         raise invalid_value("reasoning.summary", body.reasoning.summary, ", ".join(_SUMMARIES))
 
-    for key, value in (body.metadata or {}).items():
+    check_metadata(body.metadata)
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Check the lengths of a client's own data.
+
+    Raises:
+        ServiceError: A key or a value is too long.
+    """
+    for key, value in (metadata or {}).items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             possible = (
                 f"keys of at most {MAX_METADATA_KEY} and values of at most {MAX_METADATA_VALUE} "

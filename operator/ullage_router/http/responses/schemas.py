@@ -41,6 +41,11 @@ class ItemPart(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    file_id: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: str | None = None
+    """This field has no effect."""
 
 
 Parts = Annotated[list[ItemPart], msgspec.Meta(max_length=MAX_PARTS)]

@@ -1,0 +1,60 @@
+"""Reads the files that a request names, before its body is parsed."""
+
+import asyncio
+import re
+
+from ullage_router.files.catalog import StoredFile
+from ullage_router.files.documents import Document, too_long
+from ullage_router.files.store import FileStore
+from ullage_router.http.messages import Body, Request
+
+_KEY = b'"file_id"'
+_NAMED = re.compile(rb'"file_id"\s*:\s*"([A-Za-z0-9_-]{1,64})"')
+"""Matches a field that names a file. Within a text the quotation marks would be escaped."""
+
+
+async def attach_documents(
+    store: FileStore | None, request: Request, body: Body, tenant: str
+) -> list[StoredFile]:
+    """Read the files that a body names, and attach their texts to the body.
+
+    A name of no file is left to the parser, which knows the field.
+
+    Args:
+        store: The store of files, or None if the service stores none.
+        request: The request, whose memory the texts take.
+        body: The body.
+        tenant: The tenant that owns the files.
+
+    Returns:
+        The files, each once.
+
+    Raises:
+        ServiceError: The texts are too long, there is not enough memory for them, or the disk
+            failed.
+    """
+    if store is None:
+        return []
+    body.documents = {}
+    data = body.peek()
+    if _KEY not in data:
+        return []
+
+    store.require_open()
+    names = [name.decode() for name in _NAMED.findall(data)]
+    files = {name: file for name in dict.fromkeys(names) if (file := store.get(tenant, name))}
+    # A file that is named twice is in the prompt twice.
+    num_bytes = sum(files[name].num_bytes for name in names if name in files)
+    total = body.num_bytes + num_bytes
+    if total > request.max_body_bytes:
+        raise too_long(total, request.max_body_bytes, files.values())
+
+    await request.bring(num_bytes)
+    body.num_bytes = total
+    body.documents = {name: await _read(store, file) for name, file in files.items()}
+    return list(files.values())
+
+
+async def _read(store: FileStore, file: StoredFile) -> Document:
+    data = await store.read(file)
+    return Document(file, await asyncio.to_thread(data.decode))

@@ -1,0 +1,414 @@
+"""The store of files: limits, tenants, crashes at every point, and a disk that fails."""
+
+import asyncio
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_common.config.router import FilesSection
+from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import http_status
+from ullage_router.files.catalog import StoredFile
+from ullage_router.files.folder import FileFolder
+from ullage_router.files.store import FileStore
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def section(path: Path, **limits: Any) -> FilesSection:
+    return FilesSection(dir=str(path), **limits)
+
+
+async def opened(path: Path, **limits: Any) -> FileStore:
+    store = FileStore(section(path, **limits))
+    await store.start()
+    assert store.is_open
+    return store
+
+
+async def put(store: FileStore, data: bytes, tenant: str = "", ttl: float = 3600) -> StoredFile:
+    upload = await store.begin_upload(tenant)
+    try:
+        upload.begin("notes.txt")
+        for start in range(0, len(data), 1000):
+            await upload.write(data[start : start + 1000])
+        return await upload.finish("user_data", ttl)
+    finally:
+        await upload.abort()
+
+
+def on_disk(path: Path) -> set[str]:
+    return {each.name for each in (path / "files").iterdir()}
+
+
+def test_a_file_survives_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        file = await put(store, b"x" * 600_000, "alice")
+        assert await store.read(file) == b"x" * 600_000
+        await store.close()
+
+        again = await opened(tmp_path)
+        assert again.find("alice", file.id) == file
+        assert b"".join([chunk async for chunk in again.chunks(file)]) == b"x" * 600_000
+        with pytest.raises(ServiceError, match=file.id) as error:
+            again.find("bob", file.id)
+        assert http_status(error.value) == 404
+        await again.delete("alice", file.id)
+        assert on_disk(tmp_path) == set()
+        assert (again.catalog.num_bytes, again.catalog.num_files) == (0, 0)
+        await again.close()
+
+    asyncio.run(scenario())
+
+
+def test_two_routers_never_share_the_folder(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        first = await opened(tmp_path)
+        file = await put(first, b"kept")
+        second = FileStore(section(tmp_path))
+        await second.start()
+        with pytest.raises(ServiceError, match="another router") as error:
+            second.find("", file.id)
+        assert http_status(error.value) == 503
+
+        await first.close()
+        async with asyncio.timeout(10):
+            while not second.is_open:  # noqa: ASYNC110 - it tries once a second
+                await asyncio.sleep(0.05)
+        assert second.find("", file.id) == file
+        await second.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_folder_that_cannot_be_made_is_named_until_it_can(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "taken").write_text("no folder")
+        store = FileStore(section(tmp_path / "taken"))
+        await store.start()
+        with pytest.raises(ServiceError, match="taken: "):
+            await store.begin_upload("")
+        (tmp_path / "taken").unlink()
+        async with asyncio.timeout(10):
+            while not store.is_open:  # noqa: ASYNC110 - it tries once a second
+                await asyncio.sleep(0.05)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("limits", "field"),
+    [({"max_bytes": 3000}, "maxBytes"), ({"max_files": 3}, "maxFiles")],
+)
+def test_a_full_store_refuses_and_keeps_what_it_has(
+    tmp_path: Path, limits: dict[str, int], field: str
+) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path, **limits)
+        files = [await put(store, bytes([65 + i]) * 1000) for i in range(3)]
+        with pytest.raises(ServiceError, match=f"spec.router.files.{field}") as error:
+            await put(store, b"x")
+        assert http_status(error.value) == 507
+        assert [await store.read(file) for file in files] == [b"A" * 1000, b"B" * 1000, b"C" * 1000]
+        await store.delete("", files[0].id)
+        await put(store, b"x" * 1000)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_tenant_gets_half(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path, max_bytes=3000)
+        await put(store, b"x" * 1500, "alice")
+        with pytest.raises(ServiceError, match="your half"):
+            await put(store, b"x", "alice")
+        await put(store, b"x" * 1500, "bob")
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_expired_files_leave_but_not_while_a_batch_reads_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        now = [1e9]
+        store = FileStore(section(tmp_path), clock=lambda: now[0])
+        await store.start()
+        gone, pinned = [await put(store, b"x") for _ in range(2)]
+        store.catalog.pin(pinned.id, "batch_1")
+        store.catalog.pin(pinned.id, "batch_0")
+        store.catalog.unpin(pinned.id, "batch_0")
+        now[0] = float(gone.expires_at)
+        with pytest.raises(ServiceError):
+            store.find("", gone.id)
+        assert store.find("", pinned.id) == pinned
+        with pytest.raises(ServiceError, match="batch_1") as error:
+            await store.delete("", pinned.id)
+        assert http_status(error.value) == 409
+        await store.sweep()
+        assert on_disk(tmp_path) == {f"{pinned.id}.json", f"{pinned.id}.data"}
+        store.catalog.unpin(pinned.id, "batch_1")
+        await store.sweep()
+        assert on_disk(tmp_path) == set()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"%PDF-1.7 text", "is a PDF"),
+        (b"{\\rtf1 text}", "is RTF"),
+        (b"a" * 300_000 + b"\0", "zero byte at 300000"),
+        (b"caf\xe9", "is not UTF-8"),
+        ("é".encode()[:1], "is not UTF-8"),
+    ],
+)
+def test_only_text_is_stored(tmp_path: Path, data: bytes, why: str) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        with pytest.raises(ServiceError, match=f"'notes.txt' .*{why}"):
+            await put(store, data)
+        assert on_disk(tmp_path) == set()
+        assert (store.catalog.num_bytes, store.catalog.num_files) == (0, 0)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+class FailingFolder(FileFolder):
+    """A folder whose disk fails at one call."""
+
+    def __init__(self, path: Path, call: str, error: BaseException) -> None:
+        super().__init__(path)
+        self._call = call
+        self._error = error
+
+    def _fail_at(self, call: str) -> None:
+        if call == self._call:
+            raise self._error
+
+    def new_upload(self, name: str) -> BinaryIO:
+        self._fail_at("new_upload")
+        file = super().new_upload(name)
+        if self._call == "write":
+            file.close()
+            return open("/dev/full", "wb", buffering=0)
+        return file
+
+    def keep_upload(self, file: StoredFile) -> None:
+        self._fail_at("keep_upload")
+        super().keep_upload(file)
+
+    def describe(self, file: StoredFile) -> None:
+        self._fail_at("describe")
+        super().describe(file)
+
+    def remove(self, name: str) -> None:
+        self._fail_at("remove")
+        super().remove(name)
+
+
+@pytest.mark.parametrize("call", ["new_upload", "write", "describe"])
+def test_a_full_disk_loses_nothing(tmp_path: Path, call: str) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        file = await put(store, b"kept")
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole = store.folder
+        store.folder = FailingFolder(tmp_path, call, full)
+        with pytest.raises(ServiceError, match="is full, and nothing was stored") as error:
+            await put(store, b"lost" * 200_000)
+        assert http_status(error.value) == 507
+        assert (store.catalog.num_bytes, store.catalog.num_files) == (4, 1)
+        assert on_disk(tmp_path) == {f"{file.id}.json", f"{file.id}.data"}
+        assert list((tmp_path / "uploads").iterdir()) == []
+        store.folder = whole
+        await put(store, b"more")
+        assert await store.read(file) == b"kept"
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_file_that_cannot_be_removed_stays_listed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        file = await put(store, b"kept")
+        whole = store.folder
+        store.folder = FailingFolder(tmp_path, "remove", OSError(errno.EIO, "Input/output error"))
+        with pytest.raises(ServiceError, match="Input/output error") as error:
+            await store.delete("", file.id)
+        assert http_status(error.value) == 503
+        assert store.find("", file.id) == file
+        store.folder = whole
+        await store.delete("", file.id)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def crash_points() -> dict[str, Callable[[FileFolder, StoredFile], None]]:
+    """Return the steps after which a crash may leave a half-written or half-removed file."""
+
+    def renamed(folder: FileFolder, file: StoredFile) -> None:
+        os.replace(folder._upload(file.id), folder.data(file.id))
+
+    def half_described(folder: FileFolder, file: StoredFile) -> None:
+        renamed(folder, file)
+        (folder._uploads / f"{file.id}.json").write_text('{"id": "')
+
+    def undescribed(folder: FileFolder, file: StoredFile) -> None:
+        folder.keep_upload(file)
+        (folder._files / f"{file.id}.json").unlink()
+
+    return {"renamed": renamed, "half described": half_described, "half removed": undescribed}
+
+
+@pytest.mark.parametrize("point", list(crash_points()))
+def test_a_crash_leaves_nothing_behind(tmp_path: Path, point: str) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        kept = await put(store, b"kept")
+        upload = await store.begin_upload("")
+        upload.begin("lost.txt")
+        await upload.write(b"x" * 300_000)
+        lost = StoredFile("file-lost", "", "lost.txt", "batch", 300_000, 0, 1 << 40)
+        os.replace(next((tmp_path / "uploads").iterdir()), tmp_path / "uploads" / f"{lost.id}.data")
+        crash_points()[point](store.folder, lost)
+        await store.close()
+        await upload.abort()
+
+        again = await opened(tmp_path)
+        assert on_disk(tmp_path) == {f"{kept.id}.json", f"{kept.id}.data"}
+        assert list((tmp_path / "uploads").iterdir()) == []
+        assert [file.id for file in again.page("", 10)[0]] == [kept.id]
+        assert again.catalog.num_bytes == 4
+        await again.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("damage", ["shorter", "no bytes", "no JSON"])
+def test_a_damaged_file_is_not_listed(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        file = await put(store, b"text")
+        await store.close()
+        data = tmp_path / "files" / f"{file.id}.data"
+        if damage == "shorter":
+            data.write_bytes(b"t")
+        elif damage == "no bytes":
+            data.unlink()
+        else:
+            data.with_suffix(".json").write_text("{")
+        again = await opened(tmp_path)
+        assert again.page("", 10) == ([], False)
+        assert on_disk(tmp_path) == set()
+        assert "removed a damaged file" in caplog.messages
+        await again.close()
+
+    asyncio.run(scenario())
+
+
+def test_pages_follow_one_another_in_both_orders(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        ids = sorted([(await put(store, b"x")).id for _ in range(5)])
+        await put(store, b"x", "bob")
+        for order in ("asc", "desc"):
+            seen: list[str] = []
+            has_more = True
+            while has_more:
+                after = seen[-1] if seen else ""
+                files, has_more = store.page("", 2, after=after, order=order)
+                seen += [file.id for file in files]
+            assert seen == (ids if order == "asc" else ids[::-1])
+        assert store.page("", 10, purpose="batch") == ([], False)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+Step = st.one_of(
+    st.tuples(st.just("upload"), st.sampled_from(["", "a", "b"]), st.integers(0, 700)),
+    st.tuples(st.just("delete"), st.integers(0, 20), st.just(0)),
+    st.tuples(st.just("abort"), st.sampled_from(["", "a"]), st.integers(0, 700)),
+    st.tuples(st.just("crash"), st.sampled_from(["", "a"]), st.integers(0, 700)),
+    st.tuples(st.just("expire"), st.integers(0, 20), st.just(0)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(Step, max_size=20))
+def test_limits_and_list_hold_after_any_history(steps: list[tuple[str, Any, int]]) -> None:
+    """Whatever is uploaded, deleted, expired or cut off, list, limits and disk agree."""
+    limits = {"max_bytes": 2000, "max_files": 6, "max_file_bytes": 600}
+
+    async def scenario(path: Path) -> None:
+        store = await opened(path, **limits)
+        model: dict[str, tuple[str, bytes]] = {}
+        for kind, argument, size in steps:
+            if kind == "upload":
+                data = b"x" * size
+                try:
+                    file = await put(store, data, argument)
+                except ServiceError as error:
+                    assert http_status(error) in (413, 507)
+                else:
+                    model[file.id] = (argument, data)
+            elif kind in ("abort", "crash"):
+                try:
+                    upload = await store.begin_upload(argument)
+                except ServiceError:
+                    continue
+                upload.begin("x")
+                try:
+                    await upload.write(b"x" * size)
+                except ServiceError as error:
+                    assert http_status(error) in (413, 507)
+                if kind == "abort":
+                    await upload.abort()
+                    continue
+                await store.close()
+                store = await opened(path, **limits)
+            elif model:
+                name = sorted(model)[argument % len(model)]
+                tenant, _ = model.pop(name)
+                await store.delete(tenant, name)
+            check(store, path, model)
+        await store.close()
+
+    def check(store: FileStore, path: Path, model: dict[str, tuple[str, bytes]]) -> None:
+        for tenant in ("", "a", "b"):
+            own = sorted(name for name, (owner, _) in model.items() if owner == tenant)
+            assert [file.id for file in store.page(tenant, 99, order="asc")[0]] == own
+            of_tenant = sum(len(data) for owner, data in model.values() if owner == tenant)
+            assert not tenant or of_tenant <= limits["max_bytes"] // 2
+        assert store.catalog.num_files == len(model) <= limits["max_files"]
+        total = sum(len(data) for _, data in model.values())
+        assert store.catalog.num_bytes == total <= limits["max_bytes"]
+        parts = {f"{name}.{end}" for name in model for end in ("json", "data")}
+        assert on_disk(path) == parts
+        for name, (_, data) in model.items():
+            assert (path / "files" / f"{name}.data").read_bytes() == data
+            described = json.loads((path / "files" / f"{name}.json").read_bytes())
+            assert described["bytes"] == len(data)
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(scenario(Path(folder)))
