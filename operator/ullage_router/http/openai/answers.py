@@ -65,9 +65,18 @@ class CompletionLogprobs(Answer, frozen=True, kw_only=True):
     """Log-probabilities of the tokens in a completion."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Log-probabilities, which are null for the first token of an echoed prompt."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class RankedToken(Answer, frozen=True, kw_only=True):
+    """A token at a position of the prompt, with its rank among all tokens."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class CalledFunction(Answer, frozen=True, kw_only=True):
@@ -134,6 +143,8 @@ class CompletionChoice(Choice, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedToken] | None] | UnsetType = UNSET
+    """For each token of the prompt, its own and the likeliest tokens by id."""
 
 
 class ChatCompletion(Answer, frozen=True, kw_only=True):
@@ -146,6 +157,8 @@ class ChatCompletion(Answer, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedToken] | None] | UnsetType = UNSET
+    """For each token of the prompt, its own and the likeliest tokens by id."""
 
 
 class Completion(Answer, frozen=True, kw_only=True):

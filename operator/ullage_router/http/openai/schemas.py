@@ -41,6 +41,7 @@ _SWITCHES = frozenset({"spaces_between_special_tokens"})
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
+Count0 = Annotated[int, msgspec.Meta(ge=0)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
@@ -228,7 +229,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     prediction: object = None
     web_search_options: object = None
     bad_words: object = None
-    prompt_logprobs: object = None
     spaces_between_special_tokens: object = None
     chat_template: object = None
     documents: object = None
@@ -237,7 +237,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
         """Return all values of the field that have no effect and are therefore accepted."""
-        # Without 0: in vLLM, prompt_logprobs: 0 asks for logprobs of the prompt's own tokens.
         usual = () if name in _SWITCHES else _USUAL
         return (None, *usual, *cls.NEUTRAL.get(name, ()))
 
@@ -283,6 +282,8 @@ class Common(Unsupported, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: Seed | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    """Number of alternatives to report for each token of the prompt. 0 reports the tokens only."""
     stop: str | Annotated[list[str], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[Token], msgspec.Meta(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
@@ -349,6 +350,8 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
 
     prompt: msgspec.Raw
     """The prompt as undecoded JSON of type `Prompt`."""
+    max_tokens: Count0 | None = None
+    """Maximum number of output tokens, or 0 with `echo` for the prompt alone."""
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
 
