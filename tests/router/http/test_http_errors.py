@@ -129,7 +129,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
     ({"prompt": "x", "logprobs": -1}, "logprobs"),
-    ({"prompt": "x", "logprobs": 1, "echo": True}, "logprobs"),
 ]
 
 
