@@ -109,8 +109,7 @@ def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns:
     if arguments := _template_arguments(body):
         messages.template_arguments = utf8_json("chat_template_kwargs", arguments)
     tools = read_tools(body.tools)
-    is_parallel = body.parallel_tool_calls is not False
-    functions = to_functions(tools, body.tool_choice, is_parallel=is_parallel)
+    functions = to_functions(tools, body.tool_choice, body.parallel_tool_calls)
     if functions is not None:
         messages.tools.CopyFrom(functions)
 

@@ -71,14 +71,15 @@ def full_name(namespace: str | None, name: str) -> str:
 
 
 def to_functions(
-    tools: list[ResponsesTool], choice: str | ChosenTool | None, *, is_parallel: bool
+    tools: list[ResponsesTool], choice: str | ChosenTool | None, is_parallel: bool | None
 ) -> inference_pb2.Tools | None:
     """Return the functions that the model may call, or None if there are none.
 
     Args:
         tools: The tools of the request.
         choice: The request's tool choice.
-        is_parallel: Whether the model may make several calls.
+        is_parallel: Whether the model may make several calls. None is the default: several by its
+            own wish, and one if it must call.
 
     Raises:
         ServiceError: The tool choice is invalid.
@@ -91,7 +92,11 @@ def to_functions(
         return None
     functions = utf8_json("tools", chat_tools)
     return inference_pb2.Tools(
-        functions=functions, mode=mode, name=name, single_call=not is_parallel
+        functions=functions,
+        mode=mode,
+        name=name,
+        single_call=is_parallel is False,
+        several_forced_calls=is_parallel is True,
     )
 
 
