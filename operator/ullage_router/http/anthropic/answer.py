@@ -38,6 +38,8 @@ class MessagesAnswer:
         """The pieces of the open block's text, or of its arguments."""
         self._broken = ""
         """The function of a call whose arguments are no object (empty if there is none)."""
+        self._is_after_broken = False
+        """Whether the last block is such a call, of which following text is a part."""
         self._body: JSON = {}
         """The complete message. Empty until the answer has ended."""
 
@@ -89,8 +91,8 @@ class MessagesAnswer:
             if piece.arguments:
                 assert self._is_open, "arguments follow the start of their call"
                 self._pieces.append(piece.arguments)
-                delta: JSON = {"type": "input_json_delta", "partial_json": piece.arguments}
-                events.append(self._delta(delta))
+                added: JSON = {"type": "input_json_delta", "partial_json": piece.arguments}
+                events.append(self._delta(added))
         return events
 
     def _grow(self, block: JSON, text: str) -> list[JSON]:
@@ -124,13 +126,18 @@ class MessagesAnswer:
 
     def _fill(self, block: JSON, text: str) -> None:
         """Complete a block. A call whose arguments are no object becomes text."""
-        if block["type"] != "tool_use":
+        was_broken = self._is_after_broken
+        self._is_after_broken = False
+        if block["type"] == "text" and was_broken:
+            self._blocks[-2]["text"] = f"{self._blocks[-2]['text']}{text}"
+        elif block["type"] != "tool_use":
             block[str(block["type"])] = text
         elif _is_object(text):
             block["input"] = msgspec.Raw(text.encode())
         else:
             self._broken = str(block["name"])
             self._blocks[-1] = {"type": "text", "text": text}
+            self._is_after_broken = True
 
     def _end(self, finished: inference_pb2.Finished) -> list[JSON]:
         """Stop the last block, and return the events that end the stream."""
