@@ -337,8 +337,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "half"}, "truncation"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (
-        {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]},
+        {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
         "tools[0].tools[0].type",
+    ),
+    (
+        {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
+        "tools[0].format.type",
     ),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
     (

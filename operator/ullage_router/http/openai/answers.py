@@ -86,12 +86,20 @@ class CalledFunction(Answer, frozen=True, kw_only=True):
     arguments: str
 
 
+class CalledCustom(Answer, frozen=True, kw_only=True):
+    """A custom tool's name, with its input as text."""
+
+    name: str
+    input: str
+
+
 class AnswerToolCall(Answer, frozen=True, kw_only=True):
-    """A tool call that the model makes."""
+    """A tool call that the model makes, of a function or of a custom tool."""
 
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class FunctionPiece(Answer, frozen=True, kw_only=True):
@@ -101,13 +109,21 @@ class FunctionPiece(Answer, frozen=True, kw_only=True):
     name: str | UnsetType = UNSET
 
 
+class CustomPiece(Answer, frozen=True, kw_only=True):
+    """A fragment of a streamed custom call. Only the first fragment has the name."""
+
+    input: str
+    name: str | UnsetType = UNSET
+
+
 class ToolCallPiece(Answer, frozen=True, kw_only=True):
     """A fragment of a streamed tool call. Only the first fragment has the id and the type."""
 
     index: int
-    function: FunctionPiece
+    function: FunctionPiece | UnsetType = UNSET
+    custom: CustomPiece | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
 
 
 class AnswerMessage(Answer, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from ullage_router.errors import http_status, internal
 from ullage_router.http.client_timeout import time_limit_s
 from ullage_router.http.messages import Body, Headers, Reply, Request
 from ullage_router.http.openai import requests
+from ullage_router.http.openai.conversation import as_functions
 from ullage_router.http.openai.errors import (
     ErrorFormat,
     decision_headers,
@@ -83,6 +84,8 @@ class Style(NamedTuple):
     """Number of alternatives in the field `prompt_logprobs`, or None to leave the field out."""
     echo_logprobs: int | None = None
     """Number of alternatives of echoed tokens, or None if the echo has no log-probabilities."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools whose input is text instead of JSON."""
     is_echo_only: bool = False
     """Whether the answer is the echoed prompt alone."""
 
@@ -173,7 +176,9 @@ def _completion_answer(options: ResponseOptions) -> ChunkedAnswer:
 
 def _parse_chat(body: Body, _: TenantSession) -> Parsed:
     chat, ignored = requests.parse_chat(body.take())
-    return _parsed(chat, [requests.from_chat(chat)], _chat_answer, ignored)
+    parsed = _parsed(chat, [requests.from_chat(chat)], _chat_answer, ignored)
+    custom_tools = as_functions(chat.tools)[1]
+    return parsed._replace(style=parsed.style._replace(custom_tools=custom_tools))
 
 
 def _parse_completion(body: Body, _: TenantSession) -> Parsed:
@@ -469,6 +474,7 @@ class GenerateEndpoint:
             prompt_logprobs=style.prompt_logprobs,
             echo_logprobs=style.echo_logprobs,
             is_echo_only=style.is_echo_only,
+            custom_tools=style.custom_tools,
             n=num_answers(request.samples) * num_prompts,
             samples=num_answers(request.samples),
             tools=request.messages.HasField("tools"),

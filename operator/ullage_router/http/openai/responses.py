@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
+from ullage_router.http.openai.custom_tools import InputReader, as_input
 from ullage_router.telemetry.record import DEVICE, cached_tokens
 
 JSON = dict[str, object]
@@ -62,6 +63,8 @@ class ResponseOptions(msgspec.Struct, frozen=True):
     """Number of alternatives of echoed tokens, or None if the echo has no log-probabilities."""
     is_echo_only: bool = False
     """Whether the answer is the echoed prompt alone, without the token generated behind it."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools whose input is text instead of JSON."""
     samples: int = 1
     """Number of choices of each prompt."""
     lowered_limit: str = ""
@@ -129,6 +132,8 @@ class ChatFormat:
         self._options = options
         self._open = list(range(options.n))
         self._counted = _UsageSoFar()
+        self._inputs: dict[int, tuple[int, InputReader]] = {}
+        """Index and input of the open call of a custom tool, by choice."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
         self._counted.begin(accepted)
@@ -152,14 +157,52 @@ class ChatFormat:
                 return []
         if self._options.token_ids:
             more["token_ids"] = list(delta.token_ids)
-        return [self._chunk(delta.sample, _chat_delta(delta), more)]
+        calls = self._call_pieces(delta)
+        if delta.tool_calls and not (calls or delta.text or delta.reasoning or more):
+            return []  # arguments that add nothing to the input of a custom tool
+        return [self._chunk(delta.sample, _chat_delta(delta, calls), more)]
+
+    def _call_pieces(self, delta: Delta) -> list[JSON]:
+        """Return the fragments of a delta's calls, with input instead of a custom tool's JSON."""
+        if not self._options.custom_tools:
+            return [_tool_call_piece(piece) for piece in delta.tool_calls]
+
+        fragments: list[JSON] = []
+        for piece in delta.tool_calls:
+            if piece.name:
+                fragments += self._end_input(delta.sample)
+            if piece.name in self._options.custom_tools:
+                reader = InputReader()
+                self._inputs[delta.sample] = (piece.index, reader)
+                custom = {"name": piece.name, "input": reader.push(piece.arguments)}
+                start: JSON = {"index": piece.index, "id": piece.id, "type": "custom"}
+                fragments.append(start | {"custom": custom})
+            elif delta.sample not in self._inputs:
+                fragments.append(_tool_call_piece(piece))
+            elif text := self._inputs[delta.sample][1].push(piece.arguments):
+                fragments.append({"index": piece.index, "custom": {"input": text}})
+        return fragments
+
+    def _end_input(self, choice: int) -> list[JSON]:
+        """Return the last fragment of a custom tool's open call, if it has one."""
+        if choice not in self._inputs:
+            return []
+        index, reader = self._inputs.pop(choice)
+        text = reader.close()
+        return [{"index": index, "custom": {"input": text}}] if text else []
+
+    def _last(self, choice: int, end: Finished | SampleFinished) -> list[JSON]:
+        """Return the last chunks of a choice."""
+        rest = self._end_input(choice)
+        chunks = [self._chunk(choice, {"tool_calls": rest})] if rest else []
+        return [*chunks, self._chunk(choice, {}, _ending(end, self._options))]
 
     def ended(self, end: SampleFinished) -> list[JSON]:
         self._open.remove(end.sample)
-        return [self._chunk(end.sample, {}, _ending(end, self._options))]
+        return self._last(end.sample, end)
 
     def closing(self, finished: Finished) -> list[JSON]:
-        last = [self._chunk(i, {}, _ending(finished, self._options)) for i in self._open]
+        last = [chunk for i in self._open for chunk in self._last(i, finished)]
         return [*last, *_usage_chunk(self._base(), self._options, finished)]
 
     def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
@@ -176,7 +219,7 @@ class ChatFormat:
     def _choice(self, index: int, part: Collected, finished: Finished) -> JSON:
         choice: JSON = {
             "index": index,
-            "message": _chat_message(part),
+            "message": _chat_message(part, self._options.custom_tools),
             "logprobs": chat_logprobs(part.logprobs, self._options.tokens_as_ids)
             if self._options.logprobs
             else None,
@@ -458,23 +501,26 @@ def _logprob(entry: TokenLogprob | inference_pb2.Alternative, as_ids: bool) -> J
     }
 
 
-def _chat_message(part: Collected) -> JSON:
+def _chat_message(part: Collected, custom_tools: frozenset[str]) -> JSON:
     """Return the assistant's message, with null content if there are tool calls and no text."""
     content = "".join(part.texts)
     message: JSON = {"role": "assistant", "content": content or (None if part.calls else "")}
     if part.reasoning:
         message |= _reasoning("".join(part.reasoning))
     if part.calls:
-        message["tool_calls"] = [_tool_call(call) for call in part.calls]
+        message["tool_calls"] = [
+            _custom_call(call) if call.name in custom_tools else _tool_call(call)
+            for call in part.calls
+        ]
     return message
 
 
-def _chat_delta(delta: Delta) -> JSON:
+def _chat_delta(delta: Delta, calls: list[JSON]) -> JSON:
     message: JSON = {}
     if delta.reasoning:
         message |= _reasoning(delta.reasoning)
-    if delta.tool_calls:
-        message["tool_calls"] = [_tool_call_piece(piece) for piece in delta.tool_calls]
+    if calls:
+        message["tool_calls"] = calls
     return message | {"content": delta.text} if delta.text or not message else message
 
 
@@ -486,6 +532,11 @@ def _reasoning(text: str) -> JSON:
 def _tool_call(call: ToolCallPiece) -> JSON:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _custom_call(call: ToolCallPiece) -> JSON:
+    custom = {"name": call.name, "input": as_input(call.arguments)}
+    return {"id": call.id, "type": "custom", "custom": custom}
 
 
 def _tool_call_piece(piece: ToolCallPiece) -> JSON:

@@ -21,6 +21,7 @@ from ullage_common.wire.limits import (
     MAX_STOP_TOKENS,
     MAX_TOOLS,
 )
+from ullage_router.http.openai.custom_tools import DefinedCustom
 
 MAX_UINT32 = (1 << 32) - 1
 MAX_FIELD_BYTES = 64 << 10
@@ -87,10 +88,18 @@ class FunctionCall(msgspec.Struct, frozen=True):
     arguments: str = ""
 
 
+class CustomCall(msgspec.Struct, frozen=True):
+    """A custom tool call by the model, with the input as text."""
+
+    name: str
+    input: str = ""
+
+
 class ToolCall(msgspec.Struct, frozen=True):
     """A tool call in an assistant message."""
 
-    function: FunctionCall
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     id: str = ""
     type: str = "function"
 
@@ -121,6 +130,7 @@ class AllowedTool(msgspec.Struct, frozen=True):
 
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
 
 
 class AllowedTools(msgspec.Struct, frozen=True):
@@ -135,6 +145,7 @@ class NamedTool(msgspec.Struct, frozen=True):
 
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -150,8 +161,10 @@ class DefinedFunction(msgspec.Struct, frozen=True):
 class ToolDefinition(msgspec.Struct, frozen=True):
     """A tool that the model may call. `prompts/tools/toolbox.py` checks the definition."""
 
-    type: Literal["function"]
-    function: DefinedFunction
+    type: Literal["function", "custom"]
+    function: DefinedFunction | None = None
+    custom: DefinedCustom | None = None
+    """A tool whose input is free text."""
 
 
 class JsonSchema(msgspec.Struct, frozen=True):

@@ -74,7 +74,9 @@ def _parse(
     return Parsed(
         [asked.request],
         asked.is_streamed,
-        functools.partial(ResponsesAnswer, asked.repeated | sampling, asked.namespaces, keep),
+        functools.partial(
+            ResponsesAnswer, asked.repeated | sampling, asked.namespaces, asked.custom_tools, keep
+        ),
         prompt_cache_key=asked.prompt_cache_key,
         ignored=asked.ignored,
         kept_bytes=asked.kept_bytes,

@@ -65,6 +65,8 @@ class Asked:
     """The response that the request continues."""
     namespaces: Mapping[str, str]
     """Namespaces of the functions that have one, by the function's name in the conversation."""
+    custom_tools: frozenset[str]
+    """Names in the conversation of the tools whose input is text instead of JSON."""
     kept_bytes: int
     """Size in bytes of what stays in memory until the response is complete."""
     ignored: tuple[str, ...]
@@ -125,6 +127,11 @@ def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns:
         for namespace, tool in functions_of(tools)
         if namespace
     }
+    custom_tools = frozenset(
+        full_name(namespace, tool.name or "")
+        for namespace, tool in functions_of(tools)
+        if tool.type == "custom"
+    )
     return Asked(
         request,
         bool(body.stream),
@@ -133,6 +140,7 @@ def read_request(data: bytes, tenant: str, store: ResponseStore, *, drops_turns:
         conversation,
         previous,
         namespaces,
+        custom_tools,
         kept_bytes,
         ignored,
     )
