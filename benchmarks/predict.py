@@ -33,7 +33,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
 from ullage_engine.model_loader.prepare import FLOAT32, MATRICES
 from ullage_engine.model_loader.tensor_plan import TensorPlan, plan_tensors
-from ullage_engine.protocol.requests import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, PromptLogprobs, SamplingParams
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan, state_slots
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
@@ -225,6 +225,9 @@ class Watching:
         self.most = 0
         self._runner = runner
         self._allocated = allocated
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        return self._runner.take_prompt_logprobs()
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         self.most = max(self.most, self._allocated())

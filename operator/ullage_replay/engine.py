@@ -30,7 +30,7 @@ from ullage_engine.protocol.messages import (
     ToServer,
     ToWorker,
 )
-from ullage_engine.protocol.requests import EngineRequest, TokenOutput
+from ullage_engine.protocol.requests import EngineRequest, PromptLogprobs, TokenOutput
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan
 from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.scheduler.estimates import OutputLengthEstimator
@@ -151,6 +151,9 @@ class _Runner:
     def move(self, moves: Moves) -> None: ...
 
     def sync(self) -> None: ...
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        return []
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         sampled: list[SampledToken] = []

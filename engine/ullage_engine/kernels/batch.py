@@ -131,6 +131,8 @@ class StepBatch:
     after that token."""
     sampled_rows: Ints
     """Row of the last token of each sampled chunk."""
+    first_rows: dict[str, int]
+    """Row of each chunk's first token, by request id."""
     conv: ConvPlan | None = None
     """Plan of the convolutions, or None if the model has no convolutions."""
     windowed: PagedRows | None = None
@@ -206,6 +208,7 @@ def build_batch(
         rows=rows,
         sampled=sampled,
         sampled_rows=np.array(last_rows, np.int32),
+        first_rows=first_rows,
         conv=_conv_plan(layout, conv_kernel) if conv_kernel else None,
         windowed=_windowed_rows(layout, block_tokens, bucket, scratch_block) if windowed else None,
     )

@@ -1,15 +1,15 @@
 """Marks named ranges of a step for profilers: NVTX ranges for Nsight, or torch profiler ranges.
 
-The names are prefill, decode, sample, transfer (KV between device and host, activations between
-pipeline stages) and collective. By default there is no profiler, and every range is the same no-op
-object.
+The names are prefill, decode, sample, score (of prompt tokens), transfer (KV between device and
+host, activations between pipeline stages) and collective. By default there is no profiler, and
+every range is the same no-op object.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
-Name = Literal["prefill", "decode", "sample", "transfer", "collective"]
+Name = Literal["prefill", "decode", "sample", "score", "transfer", "collective"]
 _Make = Callable[[str], AbstractContextManager[object]]
 
 

@@ -360,9 +360,14 @@ class Decoder:
         self._project(chosen, out)
 
     def logits_of(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute the logits of `rows`, taken from a `forward` result, into out [rows, vocab]."""
-        chosen = shaped(self._arena["normed"], *rows.shape)
-        self._project(chosen.copy_(rows), out)
+        """Compute the logits of `rows`, taken from a `forward` result, into out [rows, vocab].
+
+        The rows of `out` may include padding.
+        """
+        chosen = shaped(self._arena["normed"], out.shape[0], self._model_config.hidden)
+        chosen[: len(rows)].copy_(rows)
+        chosen[len(rows) :].zero_()
+        self._project(chosen, out)
 
     def _project(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
         """Compute the logits of hidden states [rows, hidden]. The hidden states are overwritten."""

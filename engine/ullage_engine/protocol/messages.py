@@ -18,7 +18,12 @@ import msgspec
 
 from ullage_common.request_cost import MemoryProfile
 from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint
-from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenOutput
+from ullage_engine.protocol.requests import (
+    Embedding,
+    EngineRequest,
+    PromptLogprobs,
+    TokenOutput,
+)
 from ullage_engine.protocol.worker_state import RankPlace, WorkerState
 
 WINDOW_PART = "window"
@@ -234,6 +239,8 @@ class StepDone(Message, frozen=True, kw_only=True):
 
     outputs: list[TokenOutput]
     embeddings: list[Embedding] = []
+    prompts: list[PromptLogprobs] = []
+    """Log-probabilities of prompt tokens. Those of a whole prompt precede its first token."""
 
 
 class Admitted(Message, frozen=True, kw_only=True):

@@ -6,6 +6,8 @@ import msgspec
 
 from ullage_common.request_cost import charged_output
 
+_INT32_BYTES = 4
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Controls how the next token of a request is chosen. The server has validated all values."""
@@ -90,6 +92,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`time.monotonic` when the server accepted the request, or 0 if it already has output."""
     num_stored_blocks: int = 0
     """Number of leading blocks whose KV is, or is likely to be, in tiers outside the device."""
+    prompt_logprobs: int | None = None
+    """Number of alternatives to report for each prompt token, or None to score no prompt tokens."""
+    num_scored: int = 0
+    """Number of leading prompt tokens whose log-probabilities an earlier worker has reported."""
 
     @property
     def session_key(self) -> str:
@@ -148,6 +154,27 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache when the request first started."""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of consecutive prompt tokens.
+
+    The arrays are little-endian bytes, so that even those of a long prompt stay small.
+    """
+
+    request_id: str
+    start: int
+    """Position of the first of the tokens, at least 1, because the prompt's first has none."""
+    logprobs: bytes
+    """float32 [tokens, 1 + alternatives]: the token's own, then those of the alternatives."""
+    top_ids: bytes
+    """int32 [tokens, alternatives]: ids of the alternatives, the most likely first."""
+    ranks: bytes
+    """int32 [tokens]: rank of the token among all tokens, 1 for the most likely."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ranks) // _INT32_BYTES
 
 
 class Embedding(msgspec.Struct, frozen=True, array_like=True):

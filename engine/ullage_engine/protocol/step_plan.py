@@ -14,6 +14,19 @@ NOTHING_ALLOWED = -3
 """Placeholder for a token that was not sampled because every token is masked or banned."""
 
 
+class PromptTargets(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Consecutive prompt tokens whose log-probabilities a step reports.
+
+    The log-probability of a token follows from the row of the token before it.
+    """
+
+    start: int
+    """Position of the first of the tokens, at least 1."""
+    token_ids: list[int]
+    num_alternatives: int
+    """Number of likeliest tokens to report for each position."""
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Consecutive tokens of one sequence to compute in one step.
 
@@ -74,6 +87,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     It exceeds 1 only for a decode with draft tokens.
     """
+    targets: PromptTargets | None = None
+    """Prompt tokens to score, or None. Of a chunk that is a part of another, also other parts'."""
 
     @property
     def end(self) -> int:
@@ -87,6 +102,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
         A chunk that contains only the last token of a prompt also counts as a decode.
         """
         return self.sampling is not None and len(self.token_ids) == self.num_sampled
+
+    def scored_range(self) -> range:
+        """Return the positions of the targets whose preceding token is one of `token_ids`."""
+        if self.targets is None:
+            return range(0)
+        first = self.targets.start
+        stop = first + len(self.targets.token_ids)
+        return range(max(first, self.start + 1), min(stop, self.end + 1))
 
     def sampled_parts(self) -> "list[Chunk]":
         """Return one chunk for each token that this chunk samples.

@@ -152,11 +152,11 @@ def enqueue(computed: torch.Tensor, logits: torch.Tensor, plan: SamplingPlan) ->
         return SampledBatch(plan, computed, tokens)
 
     logits.copy_(computed)
-    columns = [tokens, *_logprob_columns(logits, greatest, tokens, plan.num_alternatives)]
+    columns = [tokens, *logprob_columns(logits, greatest, tokens, plan.num_alternatives)]
     return SampledBatch(plan, computed, torch.cat([_as_int32(each) for each in columns], 1))
 
 
-def _logprob_columns(
+def logprob_columns(
     logits: torch.Tensor, greatest: torch.Tensor, tokens: torch.Tensor, num_alternatives: int
 ) -> list[torch.Tensor]:
     """Return log-probabilities of the model's own distribution, before edits and temperature.

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import msgspec
 import torch
@@ -44,8 +45,10 @@ from ullage_engine.layers.native_decoder import NativeDecoder, library_refusal
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel
 from ullage_engine.parallel.pipeline import PipelineRank, StepTransfers, in_plan_order
+from ullage_engine.protocol.requests import PromptLogprobs
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan, state_slots
 from ullage_engine.runner.logits_edits import PenaltyCounts
+from ullage_engine.runner.prompt_logprobs import ScoredRows, as_message, score_rows
 from ullage_engine.runner.sampler import sample
 from ullage_engine.runner.step_graphs import Action, NewCapture, StepGraphs
 from ullage_engine.runner.warm_up_plans import (
@@ -151,6 +154,11 @@ class ModelRunner:
         # State that is carried from step to step.
         self._counts = PenaltyCounts(limits.max_rows)
         self._tables = BlockTables(limits.max_rows)
+        self._scored: list[PromptLogprobs] = []
+        self._hidden: torch.Tensor | None = None
+        """Hidden states of the last micro-batch, as long as its prompt tokens are to be scored."""
+        self._first_rows: dict[str, int] = {}
+        """Row of `_hidden` with each chunk's first token, by request id."""
         self._graphs: StepGraphs | None = None
         takes_graphs = self._limits.fused and self._rank.is_alone and not self.model_config.experts
         if new_capture is not None and takes_graphs:
@@ -431,6 +439,15 @@ class ModelRunner:
 
         return in_plan_order(plan, tokens) if tokens else []
 
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        """Return what steps have scored since the last call, in their order.
+
+        Only the sampling rank scores. A step that was computed twice is in the list twice.
+        """
+        scored = self._scored
+        self._scored = []
+        return scored
+
     def _sample(
         self, chunks: list[Chunk], logits: torch.Tensor, likeliest: list[int] | None
     ) -> list[SampledToken]:
@@ -447,6 +464,51 @@ class ModelRunner:
         if self._native is not None:
             return None
         return shaped(self._sampling["computed"], *logits.shape)
+
+    def _score(self, plan: StepPlan) -> None:
+        """Score the targets of the micro-batch whose hidden states were just computed."""
+        hidden = self._hidden
+        self._hidden = None
+        if hidden is None:
+            return
+
+        with ranges("score"):
+            for chunk in plan.chunks:
+                if positions := chunk.scored_range():
+                    self._scored.append(self._scored_chunk(chunk, positions, hidden))
+
+    def _scored_chunk(self, chunk: Chunk, positions: range, hidden: torch.Tensor) -> PromptLogprobs:
+        """Compute the log-probabilities of a chunk's targets at these positions.
+
+        The logits of at most `max_rows` rows are computed at a time, in the sampler's buffer.
+        """
+        targets = chunk.targets
+        assert targets is not None, "a chunk without targets has no positions to score"
+        parts: list[ScoredRows] = []
+        for start in range(positions.start, positions.stop, self._limits.max_rows):
+            stop = min(start + self._limits.max_rows, positions.stop)
+            row = self._first_rows[chunk.request_id] + start - 1 - chunk.start
+            logits = self._logits_of(hidden, range(row, row + stop - start))
+            parts.append(
+                score_rows(
+                    logits,
+                    targets.token_ids[start - targets.start : stop - targets.start],
+                    targets.num_alternatives,
+                    self._native.team if self._native is not None else None,
+                    self._as_computed(logits),
+                )
+            )
+        return as_message(chunk.request_id, positions.start, parts)
+
+    def _logits_of(self, hidden: torch.Tensor, rows: range) -> torch.Tensor:
+        """Compute the logits of some rows of hidden states, in the sampler's buffer."""
+        logits = shaped(self._sampling["logits"], len(rows), self.model_config.vocab)
+        if self._native is not None:
+            self._native.logits(rows, logits)
+            return logits
+        computed = self._computed_logits(len(rows))
+        self.decoder.logits_of(hidden[rows.start : rows.stop], computed)
+        return logits.copy_(computed[: len(rows)])
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
@@ -470,6 +532,8 @@ class ModelRunner:
             computed = self._run(part, transfers, index)
             if computed is not None:
                 yield computed
+            # Behind the sampled rows, whose buffer this overwrites.
+            self._score(part)
         transfers.finish()
 
     @torch.inference_mode()
@@ -582,7 +646,9 @@ class ModelRunner:
             if computed is not None:
                 chunks, logits, _ = computed
                 sample(logits, chunks, computed=self._as_computed(logits))
+            self._score(plan)
             transfers.finish()
+        self.take_prompt_logprobs()
 
     def _clear_begun_blocks(self, plan: StepPlan) -> None:
         for block in begun_blocks(plan, self._limits.block_tokens):
@@ -638,6 +704,9 @@ class ModelRunner:
             return self._sampled(batch)
 
         hidden = self._forward(batch, transfers, index, layers)
+        if _has_targets(plan) and self._rank.samples:
+            self._hidden = hidden
+            self._first_rows = batch.first_rows
         if transfers.send(index, hidden) or not batch.sampled or not self._rank.samples:
             return None
 
@@ -708,4 +777,15 @@ class ModelRunner:
         logits = shaped(self._sampling["logits"], len(sampled), self.model_config.vocab)
         with ranges("prefill" if plan.prompts else "decode"):
             likeliest = self._native.run(plan.chunks, logits, layers)
+        if _has_targets(plan):
+            self._hidden = self._native.hidden(plan.num_tokens)
+            sizes = [len(chunk.token_ids) for chunk in plan.chunks]
+            rows = accumulate(sizes, initial=0)
+            self._first_rows = {
+                chunk.request_id: row for chunk, row in zip(plan.chunks, rows, strict=False)
+            }
         return (sampled, logits, likeliest) if sampled else None
+
+
+def _has_targets(plan: StepPlan) -> bool:
+    return any(chunk.targets is not None for chunk in plan.chunks)

@@ -146,14 +146,18 @@ def _raw_logprobs(
     for index, row in enumerate(rows):
         if row.params.top_logprobs is None:
             continue
-        if team is None:
-            logprobs = torch.log_softmax(logits[index], dim=-1)
-        else:
-            log_mass = team.log_masses(logits[index : index + 1])
-            logprobs = (logits[index] - logits[index].amax()).sub_(log_mass[0])
+        logprobs = row_logprobs(logits[index : index + 1], team)
         _, ids = alternatives(logits[index : index + 1], row.params.top_logprobs)
         by_row[index] = _RawLogprobs(logprobs, ids[0].tolist(), logprobs[ids[0]].tolist())
     return by_row
+
+
+def row_logprobs(logits: torch.Tensor, team: Team | None) -> torch.Tensor:
+    """Return the log-probabilities [vocab] of one row of logits, float32 [1, vocab]."""
+    row = logits[0]
+    if team is None:
+        return torch.log_softmax(row, dim=-1)
+    return (row - row.amax()).sub_(team.log_masses(logits)[0])
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Row], team: Team | None = None) -> list[int]:

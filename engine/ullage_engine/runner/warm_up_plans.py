@@ -10,7 +10,7 @@ import msgspec
 
 from ullage_engine.kernels.arena import MAX_TILE_ROWS, MIN_TILE_ROWS, StepLimits
 from ullage_engine.protocol.requests import SamplingParams
-from ullage_engine.protocol.step_plan import Chunk, StepPlan
+from ullage_engine.protocol.step_plan import Chunk, PromptTargets, StepPlan
 from ullage_engine.runner.batched_sampler import SORT_ROWS
 from ullage_engine.runner.logits_edits import PENALTIES_AT_ONCE
 
@@ -67,6 +67,10 @@ def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[S
     """
     longest = min(limits.max_tokens, limits.max_model_len)
     prompt = make_chunk(0, longest, limits.max_model_len - longest, limits, num_blocks, EVERYTHING)
+    # A full buffer of logits is scored, whatever the length of the chunk.
+    scored = min(limits.max_rows, longest)
+    targets = PromptTargets(prompt.start + 1, [0] * scored, EVERYTHING.top_logprobs or 0)
+    prompt = msgspec.structs.replace(prompt, targets=targets)
     yield StepPlan(list(_penalised([prompt], limits.max_model_len, vocab)))
 
     rows = min(limits.max_rows, limits.max_tokens)

@@ -73,7 +73,9 @@ class AdmissionControl:
         """
         if sequence.fork.parent or not self._reservations.is_granted(sequence):
             return False
-        if sequence.prefix.awaited is None and self._cache.has_cache and not sequence.swapped:
+        # Of a sequence that computes its whole prompt anyway, shared blocks spare nothing.
+        is_sharing = self._cache.has_cache and not (sequence.swapped or sequence.is_scoring)
+        if sequence.prefix.awaited is None and is_sharing:
             size = self._cache.block_tokens
             sequence.prefix.awaited = prefix_under_way(sequence, self._sequences.running, size)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ullage_engine.protocol.messages import KvRead, KvSlot
-from ullage_engine.protocol.step_plan import Chunk
+from ullage_engine.protocol.step_plan import Chunk, PromptTargets
 from ullage_engine.scheduler.sequence import Sequence
 
 MIN_DECODES = 8
@@ -155,6 +155,8 @@ class Planned(NamedTuple):
     """Sequences that were dropped after the plan was made."""
     transfers: Transfers = Transfers()
     """The plan's copies to and from KV tiers outside the device."""
+    scores: bool = False
+    """Whether the plan computes log-probabilities of prompt tokens."""
 
 
 def postponed_decodes(
@@ -234,7 +236,20 @@ def make_chunk(
         banned=banned_tokens(sequence) if is_sampled else [],
         window_block_ids=windows,
         num_sampled=1 + len(draft or []),
+        targets=prompt_targets(sequence, end) if sequence.is_scoring else None,
     )
+
+
+def prompt_targets(sequence: Sequence, end: int) -> PromptTargets:
+    """Return the prompt tokens that a chunk up to position `end` scores.
+
+    The chunk's last row scores the token at `end`, unless this is the first output token.
+    """
+    request = sequence.request
+    assert request.prompt_logprobs is not None, "nothing to score"
+    stop = min(end + 1, request.num_prompt_tokens)
+    tokens = sequence.token_ids[sequence.num_scored : stop]
+    return PromptTargets(sequence.num_scored, tokens, request.prompt_logprobs)
 
 
 def make_decode(sequence: Sequence) -> Chunk:

@@ -41,7 +41,7 @@ class Lifecycle:
                 self._statistics.prefix_hit_tokens += num_hits
         self._events.on_started(sequence.request, sequence.num_computed)
 
-        if self._tiers and not sequence.swapped:
+        if self._tiers and not (sequence.swapped or sequence.is_scoring):
             self._tiers.ask(sequence)
         self._swap.swap_in(sequence, self._reservations)
         self._sequences.start(sequence)

@@ -87,7 +87,8 @@ class BatchPlanner:
                 budget.take(start, count)
 
         if entries:
-            self._state.in_flight.append(Planned(entries, []))
+            scores = any(chunk.targets is not None for chunk in prompts)
+            self._state.in_flight.append(Planned(entries, [], scores=scores))
         return decodes + prompts
 
     def _candidates(self) -> tuple[list[Sequence], int]:

@@ -293,7 +293,11 @@ class BlockReservations:
 
     def _match(self, sequence: Sequence) -> list[int]:
         salt = sequence.request.cache_salt
-        return self._cache.match(sequence.token_ids, salt, sequence.prefix.cached_path)
+        hits = self._cache.match(sequence.token_ids, salt, sequence.prefix.cached_path)
+        if sequence.is_scoring:
+            # Only rows that are computed give log-probabilities. That of token i is in row i - 1.
+            return hits[: (sequence.num_scored - 1) // self._cache.block_tokens]
+        return hits
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
         """Make a sequence use all cached blocks in `hits`, which match its prefix.

@@ -12,7 +12,12 @@ from ullage_common.request_cost import MemoryProfile
 from ullage_engine.kv_cache.prefix_cache import KvPolicy
 from ullage_engine.protocol.messages import Rejected
 from ullage_engine.protocol.request_events import RequestEvents
-from ullage_engine.protocol.requests import EngineRequest, TokenLogprobs, TokenOutput
+from ullage_engine.protocol.requests import (
+    EngineRequest,
+    PromptLogprobs,
+    TokenLogprobs,
+    TokenOutput,
+)
 from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
 from ullage_engine.protocol.worker_state import ReleaseState, SchedulerStats
 from ullage_engine.scheduler.admission import AdmissionControl
@@ -309,6 +314,26 @@ class Scheduler:
         """
         return bool(self._in_flight) and request_id in self._in_flight[0].entries
 
+    @property
+    def is_scoring(self) -> bool:
+        """Return whether the oldest plan in flight scores prompt tokens."""
+        return bool(self._in_flight) and self._in_flight[0].scores
+
+    def score(self, scored: list[PromptLogprobs]) -> list[PromptLogprobs]:
+        """Record the log-probabilities that the oldest plan in flight has computed.
+
+        Call this before `commit`. Return those to report: not of requests that were cancelled, and
+        none twice, even if a step was computed again.
+        """
+        planned = self._in_flight[0].entries if self._in_flight else {}
+        new = []
+        for each in scored:
+            entry = planned.get(each.request_id)
+            if entry is not None and each.start == entry[0].num_scored:
+                entry[0].num_scored += each.num_tokens
+                new.append(each)
+        return new
+
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
         """Append the sampled tokens to the sequences of the oldest plan in flight.
 
@@ -378,6 +403,9 @@ class Scheduler:
     def _advance(self, sequence: Sequence, chunk: Chunk) -> None:
         """Mark a chunk's tokens as computed, and add any blocks that are now full to the cache."""
         num_computed = chunk.start + len(chunk.token_ids)
+        assert chunk.targets is None or sequence.num_scored >= chunk.scored_range().stop, (
+            f"{sequence.request_id} was computed without its log-probabilities"
+        )
         if sequence.is_decoding and chunk.sampling:
             sequence.num_computed = num_computed
         elif num_computed > sequence.num_computed:

@@ -176,6 +176,8 @@ class Sequence:
     cached_prompt_tokens: int | None = None
     """Number of prompt tokens found in the prefix cache, or None until the sequence first
     starts."""
+    num_scored: int = field(init=False)
+    """Number of leading prompt tokens whose log-probabilities are reported. The first has none."""
     backlog: Backlog | None = None
     """Counter of tokens to compute, shared by all sequences of a sequence table."""
     request_id: str = field(init=False)
@@ -186,6 +188,7 @@ class Sequence:
     def __post_init__(self) -> None:
         # Read for every sequence of every step, so not through the request.
         self.request_id = self.request.request_id
+        self.num_scored = max(1, self.request.num_scored)
 
     def set_computed(self, num_tokens: int) -> None:
         """Record that the KV of the first `num_tokens` tokens is computed.
@@ -204,6 +207,12 @@ class Sequence:
     def num_prefill(self) -> int:
         """Return how many tokens are left to compute before decoding, or 0 if it has begun."""
         return 0 if self.is_decoding else self.num_remaining
+
+    @property
+    def is_scoring(self) -> bool:
+        """Return whether log-probabilities of prompt tokens are left to compute."""
+        request = self.request
+        return request.prompt_logprobs is not None and self.num_scored < request.num_prompt_tokens
 
     @property
     def num_output(self) -> int:

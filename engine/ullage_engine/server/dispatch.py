@@ -14,7 +14,7 @@ import grpc
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.protocol.messages import Cancel, Rejected, RequestFailed, Submit
-from ullage_engine.protocol.requests import Embedding, TokenOutput
+from ullage_engine.protocol.requests import Embedding, PromptLogprobs, TokenOutput
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import (
     Journal,
@@ -117,7 +117,9 @@ class Dispatcher:
     # from the worker -----------------------------------------------------------------------------
 
     def take_answers(
-        self, worker: WorkerHandle | None, answers: list[TokenOutput | Embedding]
+        self,
+        worker: WorkerHandle | None,
+        answers: list[TokenOutput | Embedding | PromptLogprobs],
     ) -> None:
         """Deliver a step's outputs to their requests."""
         for answer in answers:
@@ -129,13 +131,18 @@ class Dispatcher:
                 self._engine_status.fault(_SERVER_FAULT)
                 self.fail_internally(worker, answer.request_id)
 
-    def _take_answer(self, worker: WorkerHandle | None, answer: TokenOutput | Embedding) -> None:
+    def _take_answer(
+        self, worker: WorkerHandle | None, answer: TokenOutput | Embedding | PromptLogprobs
+    ) -> None:
         entry = self._journal.get(answer.request_id)
         if entry is None or entry.is_over:
             return
         if isinstance(answer, Embedding):
             self._metrics.embedding(entry)
             entry.set_embedding(answer)
+            return
+        if isinstance(answer, PromptLogprobs):
+            entry.append_prompt_logprobs(answer)
             return
 
         num_before = len(entry.output_ids)

@@ -17,7 +17,13 @@ import msgspec
 
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.flow_control import AT_ONCE, SendPace
-from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenLogprobs, TokenOutput
+from ullage_engine.protocol.requests import (
+    Embedding,
+    EngineRequest,
+    PromptLogprobs,
+    TokenLogprobs,
+    TokenOutput,
+)
 from ullage_engine.server.request import PartialAnswer, Reason, ValidatedRequest
 from ullage_engine.tokenizer.detokenizer import Detokenizer, TokenBytes
 
@@ -149,6 +155,10 @@ class JournalEntry:
 
         The list is complete before the first output token.
         """
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        """Log-probabilities of the prompt's tokens, complete before the first output token."""
+        self._num_scored = 1
+        """Number of leading prompt tokens that are scored. The first one has no score."""
         self.finish: Finish | None = None
         self.failure: ServiceError | None = None
         self.submitted = False
@@ -238,8 +248,11 @@ class JournalEntry:
     def engine_request(self) -> EngineRequest:
         """Build the worker's request from the prompt and all output received so far."""
         request = self.job.request
+        is_scored = self._num_scored >= request.num_prompt_tokens
         return msgspec.structs.replace(
             request,
+            prompt_logprobs=None if is_scored else request.prompt_logprobs,
+            num_scored=self._num_scored,
             token_ids=request.token_ids + self.output_ids,
             accepted_at=0.0 if self.output_ids else self.accepted_at,
         )
@@ -301,6 +314,12 @@ class JournalEntry:
             self._news.tell()
         else:
             self._news.tell_from(self._due)
+
+    def append_prompt_logprobs(self, scored: PromptLogprobs) -> None:
+        """Append log-probabilities of prompt tokens, which are sent with the first token."""
+        assert scored.start == self._num_scored, "a gap between the scored tokens of a prompt"
+        self.prompt_logprobs.append(scored)
+        self._num_scored += scored.num_tokens
 
     def set_embedding(self, embedding: Embedding) -> None:
         """Finish the sample with its embedding."""

@@ -21,7 +21,7 @@ import msgspec
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import DegradeLevel, DegradeSection, LimitsSection
 from ullage_common.wire.errors import ServiceError, invalid, served_names
-from ullage_common.wire.limits import SAMPLING_RANGES
+from ullage_common.wire.limits import MAX_PROMPT_LOGPROBS, SAMPLING_RANGES
 from ullage_common.wire.validation import (
     check_prompt_tokens,
     check_task,
@@ -227,6 +227,7 @@ def validated_request(
         beam=samples.beam,
         grammar=grammar,
         adapter=model.adapters.get(request.model, ""),
+        prompt_logprobs=_prompt_logprobs(request, num_prompt),
     )
     return ValidatedRequest(
         client_id=request.request_id or key,
@@ -245,6 +246,26 @@ def validated_request(
             for one in request.continuation.answers
         ),
     )
+
+
+def _prompt_logprobs(request: pb.GenerateRequest, num_prompt: int) -> int | None:
+    """Return how many alternatives to report for each prompt token, or None to report nothing.
+
+    A continuation follows an answer that began with them, so they are not computed again.
+
+    Raises:
+        ServiceError: the report would be too large.
+    """
+    if not request.output.HasField("prompt_logprobs") or request.HasField("continuation"):
+        return None
+    count = request.output.prompt_logprobs
+    num = num_answers(request.samples)
+    most = MAX_PROMPT_LOGPROBS // (num_prompt * num) - 1
+    if count > most:
+        answers = f" and {num} answers" if num > 1 else ""
+        permitted = f"at most {most} with a prompt of {num_prompt} tokens{answers}"
+        raise invalid_value("prompt_logprobs", count, permitted if most >= 0 else "nothing")
+    return count
 
 
 def _validated_embedding(

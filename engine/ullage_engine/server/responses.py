@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig
 from ullage_common.wire import memory_profile
+from ullage_engine.protocol.requests import EngineRequest, PromptLogprobs
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Update
 from ullage_engine.server.request import ValidatedRequest
@@ -15,6 +17,8 @@ from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
 TASKS = {"generate": pb.TASK_GENERATE, "embed": pb.TASK_EMBED}
+_SCORED_AT_ONCE = 256
+"""Maximum number of prompt tokens whose log-probabilities one message has."""
 _REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -59,6 +63,55 @@ def delta(update: Update, job: ValidatedRequest, token_bytes: TokenBytes) -> pb.
     if update.embedding:
         message.embedding = update.embedding
     return response
+
+
+def prompt_logprobs(group: SampleGroup, token_bytes: TokenBytes) -> Iterator[pb.GenerateResponse]:
+    """Build the messages with the log-probabilities of the prompt's tokens, in their order.
+
+    Each has few enough tokens to be far below the largest message.
+    """
+    request = group.job.request
+    if request.prompt_logprobs is None:
+        return
+
+    response = pb.GenerateResponse()
+    message = response.delta.prompt_logprobs
+    message.tokens.append(_token(request.token_ids[0], token_bytes))
+    position = 1
+    for scored in group.take_prompt_logprobs():
+        for entry in _scored_tokens(scored, request, token_bytes):
+            if len(message.tokens) == _SCORED_AT_ONCE:
+                yield response
+                response = pb.GenerateResponse()
+                message = response.delta.prompt_logprobs
+                message.start = position
+            message.tokens.append(entry)
+            position += 1
+    yield response
+
+
+def _scored_tokens(
+    scored: PromptLogprobs, request: EngineRequest, token_bytes: TokenBytes
+) -> Iterator[pb.TokenLogprob]:
+    count = scored.num_tokens
+    logprobs = np.frombuffer(scored.logprobs, "<f4").reshape(count, -1)
+    top_ids = np.frombuffer(scored.top_ids, "<i4").reshape(count, -1)
+    ranks = np.frombuffer(scored.ranks, "<i4")
+    for index in range(count):
+        own, *top = logprobs[index].tolist()
+        entry = _token(request.token_ids[scored.start + index], token_bytes)
+        entry.logprob = own
+        entry.rank = int(ranks[index])
+        for token_id, logprob in zip(top_ids[index].tolist(), top, strict=True):
+            entry.top.append(_alternative(token_id, logprob, token_bytes))
+        yield entry
+
+
+def _token(token_id: int, token_bytes: TokenBytes) -> pb.TokenLogprob:
+    spelling = token_bytes.spelling(token_id)
+    return pb.TokenLogprob(
+        token_id=token_id, token=spelling.decode("utf-8", "replace"), token_bytes=spelling
+    )
 
 
 def sample_finished(update: Update) -> pb.GenerateResponse:

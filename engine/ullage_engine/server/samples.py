@@ -6,6 +6,7 @@ import math
 import msgspec
 
 from ullage_common.wire.flow_control import AT_ONCE, SendPace
+from ullage_engine.protocol.requests import PromptLogprobs
 from ullage_engine.server.journal import Finish, JournalEntry, News, Update
 from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
 from ullage_engine.tokenizer.detokenizer import TokenBytes
@@ -105,6 +106,13 @@ class SampleGroup:
         """Return the sample that received a token most recently."""
         return max(self.entries, key=lambda entry: entry.last_token_at or 0.0)
 
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        """Remove and return the log-probabilities of the prompt's tokens."""
+        first = self.entries[0]
+        scored = first.prompt_logprobs
+        first.prompt_logprobs = []
+        return scored
+
     def end(self, reason: Reason) -> list[JournalEntry]:
         """Finish the unfinished samples with their text so far, and return them."""
         ended = [entry for entry in self.entries if not entry.is_over]
@@ -163,8 +171,10 @@ def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
         sampling = msgspec.structs.replace(sampling, top_logprobs=0)
     if index:
         key = f"{request.request_id}#{index}"
-        # The session continues from the first answer.
-        request = msgspec.structs.replace(request, request_id=key, session_id="")
+        # The session continues from the first answer, which also scores the prompt of all.
+        request = msgspec.structs.replace(
+            request, request_id=key, session_id="", prompt_logprobs=None
+        )
         sampling = msgspec.structs.replace(sampling, seed=sample_seed(sampling.seed, index))
     return dataclasses.replace(job, request=msgspec.structs.replace(request, sampling=sampling))
 

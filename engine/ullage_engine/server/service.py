@@ -266,6 +266,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         if served := group.job.served:
             served.happened("first_token", seconds=served.seconds, **_tiers(accepted.accepted))
         await context.write(accepted)
+        for scored in responses.prompt_logprobs(group, tokenizer_bundle.token_bytes):
+            await context.write(scored)
         while True:
             for update in updates:
                 await self._write(update, group, tokenizer_bundle, context)

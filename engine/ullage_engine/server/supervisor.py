@@ -376,9 +376,10 @@ class WorkerSupervisor:
 
     def _handle(self, worker: WorkerHandle, message: ToServer) -> None:
         match message:
-            case StepDone(outputs=outputs, embeddings=embeddings):
+            case StepDone(outputs=outputs, embeddings=embeddings, prompts=prompts):
                 self._metrics.step_done()
-                self._dispatcher.take_answers(worker, [*outputs, *embeddings])
+                # Prompts first, because no token of a request precedes its prompt's scores.
+                self._dispatcher.take_answers(worker, [*prompts, *outputs, *embeddings])
             case KvOffer() | KvWritten() | KvWanted() | KvRead() | KvDamaged():
                 if self._kv is not None:
                     self._kv.on_message(message)

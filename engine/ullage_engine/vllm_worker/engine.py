@@ -13,7 +13,12 @@ from msgspec import structs
 from ullage_common.request_cost import MemoryProfile
 from ullage_engine.memory.out_of_memory import OutOfMemoryFault
 from ullage_engine.protocol.messages import Rejected, RequestFailed
-from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenOutput
+from ullage_engine.protocol.requests import (
+    Embedding,
+    EngineRequest,
+    PromptLogprobs,
+    TokenOutput,
+)
 from ullage_engine.protocol.worker_state import ReleaseState, SchedulerStats
 from ullage_engine.scheduler.common_prefix import shared_tokens
 from ullage_engine.scheduler.estimates import OutputLengthEstimator
@@ -28,7 +33,12 @@ from ullage_engine.vllm_worker.costs import BlockCosts
 from ullage_engine.vllm_worker.interface import Core, CoreOutput
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.run_queue import RunQueue
-from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence, no_beams
+from ullage_engine.vllm_worker.sequence import (
+    EngineLimits,
+    VllmSequence,
+    no_beams,
+    no_prompt_logprobs,
+)
 from ullage_engine.vllm_worker.step_metrics import StepMetrics
 from ullage_engine.vllm_worker.tiers import ConnectorTransfers
 
@@ -175,6 +185,9 @@ class VllmEngine:
         if requests[0].beam is not None:
             self._queue.failed += [no_beams(request) for request in requests]
             return []
+        if requests[0].prompt_logprobs is not None:
+            self._queue.failed += [no_prompt_logprobs(request) for request in requests]
+            return []
 
         complete = [r for r in requests if r.is_complete(self._costs.longest(r, 1), resumed)]
         remaining = [request for request in requests if request not in complete]
@@ -200,6 +213,10 @@ class VllmEngine:
             self._output_lengths.observe(sequence.num_output)
         self._queue.abort(sequence)
         self._queue.start_deferred()
+
+    def take_scored(self) -> list[PromptLogprobs]:
+        """Return an empty list, because this engine refuses to score prompt tokens."""
+        return []
 
     def set_batch_share(self, share: float) -> None:
         """Limit batches to a fraction (0 to 1) of `max_sequences`, but to at least one request."""

@@ -101,5 +101,18 @@ def no_beams(request: EngineRequest) -> RequestFailed:
     )
 
 
+def no_prompt_logprobs(request: EngineRequest) -> RequestFailed:
+    """Return the error for a request for log-probabilities of its prompt.
+
+    vLLM allocates the logits of a whole chunk of the prompt, which no reservation covers.
+    """
+    return RequestFailed(
+        request_id=request.request_id,
+        field="prompt_logprobs",
+        message="vLLM workers have no memory reserved for the logits of prompts, which may end "
+        "them; leave out prompt_logprobs, or logprobs with echo, or use the native engine",
+    )
+
+
 def rank_of(sequence: VllmSequence) -> tuple[int, int, int]:
     return sequence.rank

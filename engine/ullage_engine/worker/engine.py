@@ -43,8 +43,10 @@ One step, from the worker's loop to the tensor operations and back:
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from ullage_engine.memory.out_of_memory import (
     OutOfMemoryFault,
@@ -54,7 +56,7 @@ from ullage_engine.memory.out_of_memory import (
 from ullage_engine.protocol.errors import MemoryShortError
 from ullage_engine.protocol.messages import Rejected, RequestFailed
 from ullage_engine.protocol.request_events import RequestEvents
-from ullage_engine.protocol.requests import EngineRequest, TokenOutput
+from ullage_engine.protocol.requests import EngineRequest, PromptLogprobs, TokenOutput
 from ullage_engine.protocol.step_plan import (
     NO_TOKEN,
     NOTHING_ALLOWED,
@@ -105,6 +107,13 @@ class Runner(Protocol):
         """Compute a step. Return a token for each chunk with `sampling`, in plan order.
 
         Recomputing a plan after an error yields the same tokens.
+        """
+        ...
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        """Return the log-probabilities of prompt tokens that steps have computed, in their order.
+
+        These are the results of all executed, or collected, steps since the last call.
         """
         ...
 
@@ -172,6 +181,7 @@ class EngineCore:
         self._throughput = throughput
         self._beams = BeamSearches(scheduler)
         self._failed: list[RequestFailed] = []
+        self._scored: list[PromptLogprobs] = []
         self._timed: _Timed | None = None
 
         self.num_oom_events = 0
@@ -278,6 +288,12 @@ class EngineCore:
 
     def _committed(self, sampled: list[SampledToken]) -> list[TokenOutput]:
         """Commit the oldest plan in flight, and return the outputs to send to clients."""
+        if self.scheduler.is_scoring:
+            scored = self.scheduler.score(self._runner.take_prompt_logprobs())
+            damaged = [each.request_id for each in scored if not _is_finite(each)]
+            self._discard(dict.fromkeys(damaged))
+            self._scored += [each for each in scored if each.request_id not in damaged]
+            sampled = [each for each in sampled if each.request_id not in damaged]
         outputs = self.scheduler.commit(self._with_token(sampled))
         if timed := self._timed:
             # All tokens of an output except one are accepted draft tokens.
@@ -289,6 +305,12 @@ class EngineCore:
             if output.finish:
                 self.grammars.close(output.request_id)
         return self._beams.filter_outputs(outputs)
+
+    def take_scored(self) -> list[PromptLogprobs]:
+        """Return the log-probabilities of prompt tokens since the last call."""
+        scored = self._scored
+        self._scored = []
+        return scored
 
     def take_failed(self) -> list[RequestFailed]:
         """Return the requests that have failed since the last call, each with its error message."""
@@ -446,7 +468,14 @@ class EngineCore:
         """
         sampled = self._with_allowed_token(sampled)
         damaged = dict.fromkeys(each.request_id for each in sampled if each.token_id == NO_TOKEN)
+        if not damaged:
+            return sampled
 
+        self._discard(damaged)
+        return [each for each in sampled if each.token_id != NO_TOKEN]
+
+    def _discard(self, damaged: Collection[str]) -> None:
+        """Fail requests whose logits are NaN or infinite, and evict their blocks."""
         for request_id in damaged:
             is_awaited = self.scheduler.is_awaited(request_id)
             self.scheduler.discard(request_id)
@@ -460,15 +489,13 @@ class EngineCore:
                 "again, and if it fails again restart the engine",
             )
         if not damaged:
-            return sampled
+            return
 
         self.num_nonfinite_logits += len(damaged)
         num_steps = self.scheduler.stats().num_steps
         if num_steps - self._damaged_at < SUSPICIOUS_STEPS:
             self.scheduler.evict_all()
         self._damaged_at = num_steps
-
-        return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _with_allowed_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
         """Fail requests whose constraints rule out every token, and return the other samples."""
@@ -619,6 +646,10 @@ class PipelinedEngine(EngineCore):
 def _unmatched(request_id: str, reason: str) -> RequestFailed:
     message = f"the grammar cannot be followed: {reason}; simplify it"
     return RequestFailed(request_id=request_id, message=message, field="grammar")
+
+
+def _is_finite(scored: PromptLogprobs) -> bool:
+    return bool(np.isfinite(np.frombuffer(scored.logprobs, "<f4")).all())
 
 
 def _first_line(error: Exception) -> str:

@@ -75,7 +75,12 @@ from ullage_engine.protocol.messages import (
     ToWorker,
 )
 from ullage_engine.protocol.request_events import RequestEvents
-from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenOutput
+from ullage_engine.protocol.requests import (
+    Embedding,
+    EngineRequest,
+    PromptLogprobs,
+    TokenOutput,
+)
 from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.worker.profiler import Profile
 
@@ -234,6 +239,9 @@ class WorkerEngine(Protocol):
     def step(self) -> Sequence[TokenOutput | Embedding]:
         """Compute one step and return its outputs."""
 
+    def take_scored(self) -> list[PromptLogprobs]:
+        """Return the log-probabilities of prompt tokens since the last call."""
+
     def take_failed(self) -> list[RequestFailed]:
         """Return the requests that have failed since the last call, each with its error message."""
 
@@ -355,8 +363,9 @@ class Worker:
 
         # KV messages go before tokens, since an answer says from its beginning where its KV was.
         self._send_kv()
-        if outputs:
-            self._send_outputs(outputs)
+        scored = self._engine.take_scored()
+        if outputs or scored:
+            self._send_outputs(outputs, scored)
         self._send_failed()
 
         self._is_changed = True
@@ -397,8 +406,10 @@ class Worker:
             for message in self._engine.tiers.take_messages():
                 self._link.send(message)
 
-    def _send_outputs(self, outputs: Sequence[TokenOutput | Embedding]) -> None:
-        done = _step_done(outputs)
+    def _send_outputs(
+        self, outputs: Sequence[TokenOutput | Embedding], scored: Sequence[PromptLogprobs] = ()
+    ) -> None:
+        done = _step_done(outputs, scored)
         self._link.send(done)
         self._engine.events.on_outputs(done.outputs)
         for embedding in done.embeddings:
@@ -562,10 +573,13 @@ def _hang() -> None:
         pass
 
 
-def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:
+def _step_done(
+    outputs: Sequence[TokenOutput | Embedding], scored: Sequence[PromptLogprobs]
+) -> StepDone:
     return StepDone(
         outputs=[each for each in outputs if isinstance(each, TokenOutput)],
         embeddings=[each for each in outputs if isinstance(each, Embedding)],
+        prompts=list(scored),
     )
 
 

@@ -38,6 +38,7 @@ from ullage_engine.protocol.errors import (
     RankFailedError,
 )
 from ullage_engine.protocol.messages import Loading
+from ullage_engine.protocol.requests import PromptLogprobs
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.protocol.worker_state import ReservationState
 from ullage_engine.worker.histories import SentHistories
@@ -155,6 +156,8 @@ class Sampled(GroupMessage, frozen=True):
     """Answer with a step's sampled tokens."""
 
     tokens: list[SampledToken]
+    scored: list[PromptLogprobs] = []
+    """Log-probabilities of prompt tokens of the step."""
 
 
 ToRank = Join | WarmUp | Allocate | Finalize | Execute | Move | Sync | Stop
@@ -400,6 +403,7 @@ class DistributedRunner:
         self._processes = processes
         self._sampling_rank = layout.sampling_rank
         self._sent = SentHistories(max_sequences)
+        self._scored: list[PromptLogprobs] = []
 
     def move(self, moves: Moves) -> None:
         """Copy KV blocks on every rank. See `ullage_engine.worker.engine.Runner`."""
@@ -435,7 +439,15 @@ class DistributedRunner:
         Raises:
             GroupLostError: the group can no longer compute.
         """
-        return self._processes.wait_sampled(self._sampling_rank).tokens
+        answer = self._processes.wait_sampled(self._sampling_rank)
+        self._scored += answer.scored
+        return answer.tokens
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        """Return what the collected steps have scored. See `ullage_engine.worker.engine.Runner`."""
+        scored = self._scored + self._own_runner.take_prompt_logprobs()
+        self._scored = []
+        return scored
 
     def sync(self) -> None:
         """Wait until all ranks have finished their commands. No step may be in flight."""

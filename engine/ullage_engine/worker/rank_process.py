@@ -152,7 +152,7 @@ def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: i
             case Execute(plan=plan):
                 tokens = runner.execute(with_histories(plan, received) if samples else plan)
                 if samples:
-                    link.send(Sampled(tokens))
+                    link.send(Sampled(tokens, runner.take_prompt_logprobs()))
             case Move(moves=moves):
                 runner.move(moves)
             case Sync():

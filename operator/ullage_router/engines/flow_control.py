@@ -225,7 +225,7 @@ class ReceiveBuffer:
     def _take(self) -> Event:
         event, delta = self._events.pop(0)  # cheap, since the list is no longer than the window
         self._taken += 1
-        if delta is not None:
+        if delta is not None and not delta.HasField("prompt_logprobs"):
             event = self._merge(event, delta)
         # Grant half a window at a time, for few grants that are early enough for a fast reader.
         if self._taken >= max(1, self._window // 2) and not self._has_ended:
@@ -243,6 +243,8 @@ class ReceiveBuffer:
             if tokens + delta.num_tokens > self._flow.coalesce_tokens:
                 break
             if delta.reasoning or delta.tool_calls:  # only the first merged delta may carry them
+                break
+            if delta.HasField("prompt_logprobs"):
                 break
             tokens += delta.num_tokens
             merged.append(following)

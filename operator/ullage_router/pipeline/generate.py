@@ -232,6 +232,8 @@ class Generation:
         self._resumer = resumer
         self._takeover: Takeover | None = None
         self._resumed_on: list[str] = []
+        self._num_scored = 0
+        """Number of leading prompt tokens whose log-probabilities have been sent."""
         self._num_counted: int | None = None
         """Number of output tokens reported by the engine, or None until the answer has ended."""
 
@@ -260,6 +262,7 @@ class Generation:
         # An answer that does not arrive token by token starts over after a loss, so its events are
         # held until the end.
         held: list[Event] | None = None if is_growing(request) else []
+        scores = request.output.HasField("prompt_logprobs")
         while not self._stream.is_over:
             try:
                 event = await self._stream.read()
@@ -273,10 +276,13 @@ class Generation:
                     return
                 if held:
                     held.clear()
+                    self._num_scored = 0
                 continue
 
             if self._stream.is_over:
                 self._finish(event.finished)
+            if scores and event.HasField("delta") and not self._is_new(event.delta):
+                continue
             if held is None:
                 yield event
             else:
@@ -284,6 +290,22 @@ class Generation:
 
         for event in held or ():
             yield event
+
+    def _is_new(self, delta: inference_pb2.Delta) -> bool:
+        """Return whether a delta says anything that has not been sent.
+
+        An engine that takes over before the first token sends the log-probabilities of all prompt
+        tokens again. This removes from the delta those that have been sent.
+        """
+        if not delta.HasField("prompt_logprobs"):
+            return True
+        scored = delta.prompt_logprobs
+        num_sent = min(len(scored.tokens), self._num_scored - scored.start)
+        if num_sent > 0:
+            del scored.tokens[:num_sent]
+            scored.start += num_sent
+        self._num_scored += len(scored.tokens)
+        return bool(scored.tokens)
 
     def _is_out_of_time(self, failure: ServiceError) -> bool:
         """Return whether an answer that could not be resumed in time should end with a timeout.

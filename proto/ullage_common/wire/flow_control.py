@@ -114,6 +114,10 @@ class SendWindow:
         pending = self._samples.setdefault(delta.sample, _Pending())
         if pending.num_tokens + delta.num_tokens > self.pace.max_tokens:
             await self._flush(pending)
+        if delta.HasField("prompt_logprobs"):
+            await self._flush(pending)  # a delta of its own, which is never merged
+            await self._send_when_open(response)
+            return
         if not pending.responses and self._loop.time() >= pending.due:
             await self._send_when_open(response)
             return
@@ -164,7 +168,7 @@ def merge_deltas(responses: Sequence[pb.GenerateResponse]) -> pb.GenerateRespons
 
     Args:
         responses: deltas of one sample, which are not changed. Only the first delta may have
-            reasoning or tool calls.
+            reasoning or tool calls, and none may have log-probabilities of the prompt.
     """
     if len(responses) == 1:
         return responses[0]

@@ -16,6 +16,11 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 1024
 MAX_STOP_BYTES = 256
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 17
+"""Maximum number of log-probabilities of one prompt's tokens, alternatives included.
+
+In the largest form, as JSON, they take about 5 MB of a router's memory.
+"""
 MAX_SAMPLES = 16
 MAX_BEAM_WIDTH = 8
 MAX_TOOLS = 512

@@ -64,6 +64,9 @@ def validate_request(request: inference_pb2.GenerateRequest) -> None:
     if request.output.HasField("top_logprobs"):
         top = request.output.top_logprobs
         _require(top <= MAX_TOP_LOGPROBS, "top_logprobs", top, f"0 to {MAX_TOP_LOGPROBS}")
+    if request.output.HasField("prompt_logprobs"):
+        top = request.output.prompt_logprobs
+        _require(top <= MAX_TOP_LOGPROBS, "prompt_logprobs", top, f"0 to {MAX_TOP_LOGPROBS}")
 
 
 def _check_identity(request: inference_pb2.GenerateRequest) -> None:
@@ -211,6 +214,7 @@ def _check_beam(request: inference_pb2.GenerateRequest) -> None:
         "logit_bias": bool(request.sampling.logit_bias),
         "allowed_token_ids": bool(request.sampling.allowed_token_ids),
         "min_tokens": bool(request.stop.min_tokens),
+        "prompt_logprobs": request.output.HasField("prompt_logprobs"),
     }
     for field, is_given in steering.items():
         _require(not is_given, field, "set", "nothing in a beam search")

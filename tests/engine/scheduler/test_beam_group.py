@@ -10,6 +10,7 @@ from ullage_engine.protocol.messages import Rejected
 from ullage_engine.protocol.requests import (
     BeamParams,
     EngineRequest,
+    PromptLogprobs,
     SamplingParams,
     TokenLogprobs,
     TokenOutput,
@@ -45,6 +46,9 @@ class TableRunner:
 
     def move(self, moves: Moves) -> None:
         """The model reads texts, not memory."""
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        return []
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         self.num_steps += 1

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.protocol.requests import BeamParams, EngineRequest
+from ullage_engine.protocol.requests import BeamParams, EngineRequest, PromptLogprobs
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy
@@ -33,6 +33,9 @@ class Faulty:
 
     def move(self, moves: Moves) -> None:
         self._rig.device.move(moves)
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        return []
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         assert plan.num_tokens <= self._rig.max_step_tokens

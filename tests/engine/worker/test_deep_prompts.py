@@ -11,7 +11,7 @@ import torch
 
 from ullage_common.config.engine import BatchingSection, EngineConfig, ModelSection, ServerSection
 from ullage_engine.native.library import instruction_set
-from ullage_engine.protocol.requests import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, PromptLogprobs, SamplingParams
 from ullage_engine.protocol.step_plan import SampledToken, StepPlan
 from ullage_engine.scheduler.batch_plan import PromptCost
 from ullage_engine.worker import startup
@@ -29,6 +29,9 @@ class CostedRunner:
         self.costs: list[float] = []
         self._runner = runner
         self._cost = cost
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        return []
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         chunks = [(chunk.start, len(chunk.token_ids)) for chunk in plan.prompts]

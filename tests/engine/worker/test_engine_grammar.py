@@ -11,7 +11,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.messages import Rejected
-from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
+from ullage_engine.protocol.requests import (
+    EngineRequest,
+    PromptLogprobs,
+    SamplingParams,
+    TokenOutput,
+)
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan
 from ullage_engine.runner.sampler import sample
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
@@ -60,6 +65,9 @@ class NoiseRunner:
 
     def move(self, moves: Moves) -> None:
         """There is no KV."""
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        return []
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         if self._fails(plan):

@@ -9,7 +9,12 @@ import torch
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.errors import MemoryShortError
-from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
+from ullage_engine.protocol.requests import (
+    EngineRequest,
+    PromptLogprobs,
+    SamplingParams,
+    TokenOutput,
+)
 from ullage_engine.protocol.step_plan import (
     NO_TOKEN,
     NOTHING_ALLOWED,
@@ -35,6 +40,9 @@ class FakeRunner:
 
     def move(self, moves: Moves) -> None:
         self.moves.append(moves)
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        return []
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         self.plans.append([(chunk.request_id, len(chunk.token_ids)) for chunk in plan.chunks])

@@ -34,6 +34,9 @@ class FakeEngine:
     def take_failed(self) -> list[object]:
         return []
 
+    def take_scored(self) -> list[object]:
+        return []
+
 
 class FakeLink:
     """Has some requests at once, and notes for how long more are waited for; none come."""

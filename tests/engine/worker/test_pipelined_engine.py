@@ -8,7 +8,7 @@ import pytest
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.errors import GroupLostError
-from ullage_engine.protocol.requests import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, PromptLogprobs, SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, Moves, SampledToken, StepPlan
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimits
@@ -32,6 +32,9 @@ class FakeStages:
 
     def move(self, moves: Moves) -> None:
         """There is no KV."""
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        return []
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         self.submit(plan)

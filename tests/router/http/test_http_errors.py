@@ -76,7 +76,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "stop": ["x"] * 17}, "stop"),
     ({"messages": HI, "stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"messages": HI, "logprobs": 5}, "logprobs"),
-    ({"messages": HI, "prompt_logprobs": 0}, "prompt_logprobs"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": HI, "stream": "yes"}, "stream"),
@@ -130,7 +129,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
     ({"prompt": "x", "logprobs": -1}, "logprobs"),
-    ({"prompt": "x", "logprobs": 1, "echo": True}, "logprobs"),
 ]
 
 

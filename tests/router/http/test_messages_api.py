@@ -186,6 +186,42 @@ def test_a_call_whole_and_streamed(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_arguments_are_streamed_piece_by_piece(start_service: "StartService") -> None:
+    """The official client joins the pieces."""
+
+    async def scenario() -> None:
+        async with start_service(template=HERMES) as service:
+            words = ("<tool_call>", CALL[:-9], CALL[-9:-5], CALL[-5:], "</tool_call>")
+            service.engine.script.words = words
+            found = await events(service, tools=[WEATHER])
+            pieces = [e["delta"] for e in found if e["type"] == "content_block_delta"]
+            assert len(pieces) >= 3
+            assert "".join(piece["partial_json"] for piece in pieces) == '{"city": "Oslo"}'
+            assert found[-2]["delta"]["stop_reason"] == "tool_use"
+
+    asyncio.run(scenario())
+
+
+def test_any_forces_several_calls_where_they_are_allowed(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(template=HERMES) as service:
+            first = 'get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+            second = '\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}'
+            service.engine.script.words = (first, second, "\n</tool_call>")
+            several = {"type": "any", "disable_parallel_tool_use": False}
+            message = (await send(service, tools=[WEATHER], tool_choice=several)).json()
+            cities = [block["input"]["city"] for block in message["content"]]
+            assert cities == ["Oslo", "Rome"]
+            assert message["stop_reason"] == "tool_use"
+
+            service.engine.script.words = ('{"city": "Oslo"}',)
+            for choice in ({"type": "any"}, {"type": "any", "disable_parallel_tool_use": True}):
+                message = (await send(service, tools=[WEATHER], tool_choice=choice)).json()
+                assert [block["input"] for block in message["content"]] == [{"city": "Oslo"}]
+
+    asyncio.run(scenario())
+
+
 def test_text_after_a_call_is_a_block(start_service: "StartService") -> None:
     """However the answer is cut into tokens, and however many of them come together."""
 
@@ -237,16 +273,27 @@ def test_only_whole_calls_are_calls(
             assert message["stop_reason"] == reason
 
             streamed: list[Any] = []
+            ends: list[Any] = []
             for event in await events(service, tools=[WEATHER]):
                 if event["type"] == "content_block_start":
+                    is_first = not streamed
+                    assert event["content_block"]["type"] == "tool_use" or not is_first
                     streamed.append("")
                 if event["type"] == "content_block_delta":
                     delta = event["delta"]
-                    streamed[-1] += delta.get("text", delta.get("partial_json"))
-                if event["type"] == "message_delta":
-                    assert event["delta"]["stop_reason"] == reason
+                    streamed[-1] += delta.get("partial_json", delta.get("text"))
+                if event["type"] in ("message_delta", "error"):
+                    ends.append(event)
             wanted = [each if isinstance(each, str) else json.dumps(each) for each in content]
-            assert streamed == wanted
+            assert "".join(streamed) == "".join(wanted)
+
+            # A block that has begun cannot become text. No client may take it for a whole call.
+            [end] = ends
+            if cut or not isinstance(content[-1], str):
+                assert end["delta"]["stop_reason"] == reason
+            else:
+                assert end["error"]["code"] == "BROKEN_CALL"
+                assert "get_weather" in end["error"]["message"]
 
     asyncio.run(scenario())
 

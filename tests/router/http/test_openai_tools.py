@@ -357,7 +357,13 @@ def tools_of(*names: Any) -> list[Any]:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [7]}, "tools[0]"),
-    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+    ({"tools": [{"type": "custom", "custom": {"name": "two words"}}]}, "tools[0].function.name"),
+    (
+        {"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar"}}}]},
+        "tools[0].custom.format.type",
+    ),
+    ({"tools": [CLOCK], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": tools_of("two words")}, "tools[0].function.name"),
     ({"tools": tools_of("a", "a")}, "tools"),

@@ -244,11 +244,15 @@ def test_the_router_describes_each_path_it_serves(
 TOP = inference_pb2.Alternative(token="a", logprob=-1.5, token_bytes=b"a")
 ENTRY = inference_pb2.TokenLogprob(token="b", logprob=-0.5, token_bytes=b"b", top=[TOP])
 CALL = inference_pb2.ToolCallPiece(id="call_1", name="f", arguments='{"a":')
+CUSTOM = inference_pb2.ToolCallPiece(index=1, id="call_2", name="c", arguments='{"input":"x')
+SCORED = inference_pb2.PromptLogprobs(tokens=[ENTRY, ENTRY])
 DELTAS = [
     inference_pb2.Delta(text="b", token_ids=[5], logprobs=[ENTRY]),
     inference_pb2.Delta(reasoning="because"),
     inference_pb2.Delta(tool_calls=[CALL]),
     inference_pb2.Delta(tool_calls=[inference_pb2.ToolCallPiece(arguments="1}")]),
+    inference_pb2.Delta(tool_calls=[CUSTOM]),
+    inference_pb2.Delta(tool_calls=[inference_pb2.ToolCallPiece(index=1, arguments='y"}')]),
 ]
 ACCEPTED = inference_pb2.Accepted(prompt_token_ids=[1, 2])
 FINISHED = inference_pb2.Finished(
@@ -267,12 +271,13 @@ FINISHED = inference_pb2.Finished(
 
 def options(**asked: Any) -> ResponseOptions:
     rest = {"logprobs": True, "token_ids": True, "usage": True, "n": 1} | asked
+    rest["custom_tools"] = frozenset({"c"})
     return ResponseOptions(id="1", model="tiny", created=5, **rest)
 
 
 def whole(form: Format) -> Any:
     part = Collected()
-    for delta in DELTAS:
+    for delta in (inference_pb2.Delta(prompt_logprobs=SCORED), *DELTAS):
         part.add(delta)
     return form.whole(ACCEPTED, [part], FINISHED)
 
@@ -287,12 +292,14 @@ def streamed(form: Format, deltas: Sequence[inference_pb2.Delta]) -> list[Any]:
 def examples() -> Iterator[tuple[Any, Any]]:
     """Yield answers as they are written, each with its type."""
     plain = options(logprobs=False, token_ids=False, usage=False)
-    for asked in (plain, options(), options(tools=True)):
+    scored = options(prompt_logprobs=1, echo_logprobs=1)
+    for asked in (plain, options(), options(tools=True), scored):
         yield answers.ChatCompletion, whole(ChatFormat(asked))
         yield answers.Completion, whole(CompletionFormat(asked))
         for chunk in streamed(ChatFormat(asked), DELTAS):
             yield answers.ChatChunk, chunk
-        for chunk in streamed(CompletionFormat(asked), DELTAS[:1]):
+        echo = inference_pb2.Delta(prompt_logprobs=SCORED)
+        for chunk in streamed(CompletionFormat(asked), [echo, *DELTAS[:1]]):
             yield answers.CompletionChunk, chunk
     for error in (errors.no_engine(), errors.draining(), errors.unknown_path("/x", "/y")):
         yield answers.ErrorAnswer, msgspec.json.decode(envelope(error))
@@ -307,7 +314,10 @@ def response_examples() -> Iterator[tuple[Any, Any]]:
     body = b'{"input": "x", "instructions": "y", "metadata": {"a": "b"}, "user": "me"}'
     asked = read_request(body, "", ResponseStore(ResponsesSection()), drops_turns=False)
     sampling = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0, "frequency_penalty": 0}
-    answer = ResponsesAnswer(asked.repeated | sampling, {"f": "ns"}, None, options())
+    namespaces = {"f": "ns", "c": "ns"}
+    answer = ResponsesAnswer(
+        asked.repeated | sampling, namespaces, frozenset({"c"}), None, options()
+    )
     data = answer.opening(ACCEPTED)
     for delta in DELTAS:
         data += answer.of(inference_pb2.GenerateResponse(delta=delta))

@@ -173,6 +173,51 @@ def test_a_call_whole_and_streamed(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_required_gives_several_calls_where_they_are_allowed(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service(template=HERMES) as service:
+            first = 'get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+            second = '\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}'
+            service.engine.script.words = (first, second, "\n</tool_call>")
+            ask: Any = {"model": "tiny", "input": "Oslo?", "tools": [WEATHER]}
+            answer = await service.openai.responses.create(
+                **ask, tool_choice="required", parallel_tool_calls=True
+            )
+            cities = [json.loads(item.arguments)["city"] for item in answer.output]
+            assert cities == ["Oslo", "Rome"]
+            assert answer.parallel_tool_calls is True
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "is_parallel"),
+    [
+        (HERMES, {}, True),
+        (HERMES, {"parallel_tool_calls": False}, False),
+        (HERMES, {"tool_choice": "required"}, False),
+        (HERMES, {"tool_choice": "required", "parallel_tool_calls": True}, True),
+        (HERMES, {"tool_choice": {"type": "function", "name": "get_weather"}}, False),
+        # Forced calls of this format are one.
+        (HARMONY, {"tool_choice": "required", "parallel_tool_calls": True}, False),
+        (HARMONY, {"parallel_tool_calls": True}, True),
+    ],
+    ids=str,
+)
+def test_a_response_says_whether_several_calls_may_come(
+    start_service: "StartService", template: str, more: Any, is_parallel: bool
+) -> None:
+    async def scenario() -> None:
+        async with start_service(template=template) as service:
+            body = {"model": "tiny", "input": "Oslo?", "tools": [WEATHER], **more}
+            answer = (await service.http.post("/v1/responses", json=body)).json()
+            assert answer["parallel_tool_calls"] is is_parallel
+
+    asyncio.run(scenario())
+
+
 def test_functions_may_be_in_a_namespace(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service(template=HERMES) as service:
@@ -292,8 +337,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "half"}, "truncation"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (
-        {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]},
+        {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
         "tools[0].tools[0].type",
+    ),
+    (
+        {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
+        "tools[0].format.type",
     ),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
     (

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.kernels.batch import (
@@ -19,7 +20,12 @@ from ullage_engine.kernels.batch import (
 from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.protocol.messages import KvFound, KvGranted, Rejected
-from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
+from ullage_engine.protocol.requests import (
+    EngineRequest,
+    PromptLogprobs,
+    SamplingParams,
+    TokenOutput,
+)
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan, state_slots
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimits
@@ -53,6 +59,8 @@ class Device:
         self.blocks = [[0] * BLOCK_TOKENS for _ in range(num_blocks)]
         self.slots = [[0] * BLOCK_TOKENS for _ in range(num_slots)]
         self.num_copies = 0
+        self.scored: list[PromptLogprobs] = []
+        """What steps have scored. A rank tells what the row saw: all entries before its token."""
         self.choose = choose
         self._arriving: list[tuple[int, int]] = []
 
@@ -87,7 +95,14 @@ class Device:
     def compute(self, plan: StepPlan) -> list[SampledToken]:
         for chunk in plan.chunks:
             self._store(chunk)
+            if positions := chunk.scored_range():
+                self.scored.append(self._scored(chunk, positions))
         return [told(part, self._sample(part), 0.5) for part in plan.sampled_parts()]
+
+    def _scored(self, chunk: Chunk, positions: range) -> PromptLogprobs:
+        seen = [self._read(chunk, each) for each in range(positions.stop - 1)]
+        ranks = [self.choose(seen[:position], 0) for position in positions]
+        return scored(chunk, positions, ranks)
 
     def _arrive(self) -> None:
         """What is copied in beside a step is there when it ends, and not before."""
@@ -242,6 +257,12 @@ def told(chunk: Chunk, token: int, step: float) -> SampledToken:
     return SampledToken(chunk.request_id, token, -step, likeliest, logprobs)
 
 
+def scored(chunk: Chunk, positions: range, ranks: list[int]) -> PromptLogprobs:
+    zeros = np.zeros(len(ranks), "<f4").tobytes()
+    ids = np.array(ranks, "<i4").tobytes()
+    return PromptLogprobs(chunk.request_id, positions.start, zeros, b"", ids)
+
+
 class ConvDevice(Device):
     """Computes that model from the index arrays that a real one computes from."""
 
@@ -270,6 +291,11 @@ class ConvDevice(Device):
             assert batch.conv is not None
             hidden = self._convolve(layer, hidden, batch.conv)
             hidden = self._attend(layer, hidden, batch)
+        for chunk in plan.chunks:
+            if positions := chunk.scored_range():
+                first = batch.first_rows[chunk.request_id] - chunk.start
+                ranks = [choose([hidden[first + each - 1]], 0) for each in positions]
+                self.scored.append(scored(chunk, positions, ranks))
         rows = zip(batch.sampled, batch.sampled_rows.tolist(), strict=True)
         return [self._told(chunk, hidden[row]) for chunk, row in rows]
 
@@ -395,6 +421,9 @@ class Rig:
         )
         self.computed: deque[list[SampledToken]] = deque()
         """Tokens of the plans in flight, the oldest first."""
+        self._scored: deque[list[PromptLogprobs]] = deque()
+        self.scores: dict[str, list[int]] = {}
+        """Ranks of the tokens of prompts, from the second token on, by request."""
         self._in_flight = in_flight
         self.max_step_tokens = prompt_tokens + max_sequences
         throughput = ThroughputEstimator()
@@ -453,6 +482,7 @@ class Rig:
         salt: str = "",
         priority: int = 0,
         stop: list[int] | None = None,
+        prompt_logprobs: int | None = None,
     ) -> EngineRequest:
         return EngineRequest(
             request_id=name,
@@ -464,6 +494,7 @@ class Rig:
             session_id=session,
             cache_salt=salt,
             priority=priority,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def exchange(self, num_answers: int = 1 << 30) -> None:
@@ -486,6 +517,7 @@ class Rig:
         self.broker.worker_lost()
         self.answers.clear()
         self.computed.clear()
+        self._scored.clear()
         self.device.forget()
         self.scheduler = self.new_scheduler()
 
@@ -515,6 +547,8 @@ class Rig:
         self.device.move(plan.moves)
         tokens = self.device.execute(plan)
         if plan.chunks:
+            self._scored.append(self.device.scored)
+            self.device.scored = []
             self.computed.append(tokens)
         elif self.scheduler.tiers and not self.computed:
             self.scheduler.tiers.finish(self.scheduler.tiers.take_kept())
@@ -528,6 +562,12 @@ class Rig:
 
     def end(self) -> list[TokenOutput]:
         """Commits the oldest plan in flight."""
+        if self._scored:
+            scored = self._scored.popleft()
+            for each in self.scheduler.score(scored) if self.scheduler.is_scoring else []:
+                self.scores.setdefault(each.request_id, []).extend(
+                    np.frombuffer(each.ranks, "<i4").tolist()
+                )
         outputs = self.scheduler.commit(self.computed.popleft() if self.computed else [])
         self.scheduler.check_integrity()
         self._keep(outputs)

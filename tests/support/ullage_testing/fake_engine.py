@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,10 @@ class Script:
     """Of every token."""
     max_tokens: int = 0
     """Output limit that Accepted names, or 0 for none."""
+    scored_at_once: int = 4
+    """Prompt tokens whose log-probabilities one message has."""
+    fail_after_scored: int | None = None
+    """Prompt tokens after whose log-probabilities the call breaks off."""
     dims: int = 3
     """Numbers of an embedding, at least 3."""
     cached: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
@@ -311,6 +315,13 @@ class FakeEngine(
             async for response in self._embed(request, context):
                 yield response
             return
+        if request.output.HasField("prompt_logprobs") and not request.HasField("continuation"):
+            for scored in prompt_logprobs(request, script.scored_at_once):
+                if script.fail_after_scored == scored.start:
+                    await abort(context, script.failure)
+                yield inference_pb2.GenerateResponse(
+                    delta=inference_pb2.Delta(prompt_logprobs=scored)
+                )
         words = script.words[: request.stop.max_tokens]
         received = self._received(request)
         for i, word in enumerate(words):
@@ -338,6 +349,24 @@ class FakeEngine(
         yield inference_pb2.GenerateResponse(
             finished=inference_pb2.Finished(reason=script.reason, usage=usage)  # type: ignore[arg-type]
         )
+
+
+def prompt_logprobs(
+    request: inference_pb2.GenerateRequest, at_once: int
+) -> Iterator[inference_pb2.PromptLogprobs]:
+    """Log-probabilities that tell position and token, with alternatives whose ids follow."""
+    ids = list(request.token_ids.ids)
+    for start in range(0, len(ids), at_once):
+        message = inference_pb2.PromptLogprobs(start=start)
+        for position, token in enumerate(ids[start : start + at_once], start):
+            entry = message.tokens.add(token_id=token, token=f"<{token}>")
+            if position == 0:
+                continue
+            entry.logprob = -(position + token / 256)
+            entry.rank = position
+            for rank in range(request.output.prompt_logprobs):
+                entry.top.add(token_id=rank, token=f"<{rank}>", logprob=-0.25 * (1 + rank))
+        yield message
 
 
 def vector_of(token_ids: Sequence[int]) -> tuple[float, ...]:

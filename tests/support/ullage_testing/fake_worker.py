@@ -43,7 +43,13 @@ from ullage_engine.protocol.messages import (
     ToWorker,
 )
 from ullage_engine.protocol.request_events import RequestEvents
-from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenLogprobs, TokenOutput
+from ullage_engine.protocol.requests import (
+    Embedding,
+    EngineRequest,
+    PromptLogprobs,
+    TokenLogprobs,
+    TokenOutput,
+)
 from ullage_engine.protocol.worker_state import (
     RankPlace,
     ReleaseState,
@@ -123,6 +129,7 @@ class Sequence:
         self.token_ids = list(request.token_ids)
         self.num_cached_tokens = 2 if request.session_id else 0
         self._found: list[int] = []
+        self.num_scored = max(1, request.num_scored)
         self.has_stepped = False
 
     @property
@@ -137,6 +144,26 @@ class Sequence:
             return output
         self._found += output.token_ids
         return msgspec.structs.replace(output, token_ids=self._found) if output.finish else None
+
+    def score(self) -> PromptLogprobs | None:
+        """Score two prompt tokens, the last ones in the step before the first token."""
+        request = self.request
+        if request.prompt_logprobs is None or self.num_scored >= request.num_prompt_tokens:
+            return None
+        start = self.num_scored
+        self.num_scored = min(start + 2, request.num_prompt_tokens)
+        tokens = request.token_ids[start : self.num_scored]
+        top = list(range(400, 400 + request.prompt_logprobs))
+        return PromptLogprobs(
+            request.request_id,
+            start,
+            struct.pack(
+                f"<{len(tokens) * (1 + len(top))}f",
+                *(x for token in tokens for x in (-(token % 97) / 8, *[-0.5] * len(top))),
+            ),
+            struct.pack(f"<{len(tokens) * len(top)}i", *top * len(tokens)),
+            struct.pack(f"<{len(tokens)}i", *range(start, self.num_scored)),
+        )
 
     def _next(self) -> TokenOutput:
         request = self.request
@@ -328,7 +355,13 @@ class FakeWorker:
                 os.kill(os.getpid(), 9)
             if sequence.request.token_ids[0] == Script.KILLS_AT_DECODE and sequence.has_stepped:
                 os.kill(os.getpid(), 9)
-        stepped = [sequence.step() for sequence in self._sequences.values()]
+        prompts = [each for one in self._sequences.values() if (each := one.score()) is not None]
+        if prompts:
+            self._send(StepDone(outputs=[], prompts=prompts))
+        scoring = {each.request_id for each in prompts}
+        stepped = [
+            sequence.step() for name, sequence in self._sequences.items() if name not in scoring
+        ]
         outputs = [output for output in stepped if output is not None]
         self._num_steps += 1
         self._events.note_step(self._options.step_s, len(stepped), len(stepped), 0)

@@ -1,10 +1,12 @@
 """Writes an answer as the content blocks of the Messages API, with the events of its stream.
 
 An answer consists of thoughts, text and calls, in any order that the model chooses. Each is a block
-that starts, grows and stops before the next one starts. A call becomes a block when its arguments
-are complete, because clients also run calls whose arguments break off. Such a call becomes text.
+that starts, grows and stops before the next one starts. Clients may also run calls whose arguments
+break off. In a complete message such a call is text. A stream has begun its block by then, so the
+stream ends with the reason `max_tokens`, or with an error if no limit is the cause.
 """
 
+import grpc
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
@@ -14,6 +16,7 @@ from ullage_router.http.openai.errors import sse_event
 from ullage_router.http.openai.responses import JSON, ResponseOptions
 
 _encode = msgspec.json.Encoder().encode
+_CUT_SHORT = frozenset({inference_pb2.FINISH_REASON_LENGTH, inference_pb2.FINISH_REASON_TIMEOUT})
 _ARGUMENTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -32,9 +35,11 @@ class MessagesAnswer:
         self._is_open = False
         """Whether the last block may grow."""
         self._pieces: list[str] = []
-        """The pieces of the open block's text."""
-        self._call: tuple[JSON, list[str]] | None = None
-        """The last call and the pieces of its arguments, until they are complete."""
+        """The pieces of the open block's text, or of its arguments."""
+        self._broken = ""
+        """The function of a call whose arguments are no object (empty if there is none)."""
+        self._is_after_broken = False
+        """Whether the last block is such a call, of which following text is a part."""
         self._body: JSON = {}
         """The complete message. Empty until the answer has ended."""
 
@@ -47,7 +52,11 @@ class MessagesAnswer:
 
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
         """Return the events for an event of the answer."""
-        return _events(self._changes(event))
+        events = self._changes(event)
+        is_cut = event.finished.reason in _CUT_SHORT
+        if event.HasField("finished") and self._broken and not is_cut:
+            return _events(events[:-2]) + error_event(_broken_call(self._broken))
+        return _events(events)
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the event that ends a stream with an error."""
@@ -78,16 +87,19 @@ class MessagesAnswer:
             if piece.name:
                 events += self._stop()
                 call: JSON = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
-                self._call = (call, [])
-            assert self._call, "arguments follow the start of their call"
-            self._call[1].append(piece.arguments)
+                events += self._start(call)
+            if piece.arguments:
+                assert self._is_open, "arguments follow the start of their call"
+                self._pieces.append(piece.arguments)
+                added: JSON = {"type": "input_json_delta", "partial_json": piece.arguments}
+                events.append(self._delta(added))
         return events
 
     def _grow(self, block: JSON, text: str) -> list[JSON]:
         """Add text to the open block, or to a new one if the open block has another type."""
-        events = self._end_call()
+        events: list[JSON] = []
         if not (self._is_open and self._blocks[-1]["type"] == block["type"]):
-            events += [*self._stop(), *self._start(block)]
+            events = [*self._stop(), *self._start(block)]
         self._pieces.append(text)
         kind = str(block["type"])
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
@@ -102,33 +114,30 @@ class MessagesAnswer:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _stop(self) -> list[JSON]:
-        """Stop the open block, if there is one, after the last call."""
-        events = self._end_call()
+        """Stop the open block, if there is one."""
         if not self._is_open:
-            return events
-        block = self._blocks[-1]
-        if block["type"] != "tool_use":
-            block[str(block["type"])] = "".join(self._pieces)
+            return []
+        text = "".join(self._pieces)
         self._pieces = []
         self._is_open = False
-        return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
+        stopped: JSON = {"type": "content_block_stop", "index": len(self._blocks) - 1}
+        self._fill(self._blocks[-1], text)
+        return [stopped]
 
-    def _end_call(self) -> list[JSON]:
-        """Open a block for the last call. If its arguments are no object, they become text."""
-        if self._call is None:
-            return []
-        call, pieces = self._call
-        self._call = None
-        text = "".join(pieces)
-        if not _is_object(text):
-            return self._grow({"type": "text", "text": ""}, text) if text else []
-        events = [
-            *self._stop(),
-            *self._start(call),
-            self._delta({"type": "input_json_delta", "partial_json": text}),
-        ]
-        self._blocks[-1]["input"] = msgspec.Raw(text.encode())
-        return events
+    def _fill(self, block: JSON, text: str) -> None:
+        """Complete a block. A call whose arguments are no object becomes text."""
+        was_broken = self._is_after_broken
+        self._is_after_broken = False
+        if block["type"] == "text" and was_broken:
+            self._blocks[-2]["text"] = f"{self._blocks[-2]['text']}{text}"
+        elif block["type"] != "tool_use":
+            block[str(block["type"])] = text
+        elif _is_object(text):
+            block["input"] = msgspec.Raw(text.encode())
+        else:
+            self._broken = str(block["name"])
+            self._blocks[-1] = {"type": "text", "text": text}
+            self._is_after_broken = True
 
     def _end(self, finished: inference_pb2.Finished) -> list[JSON]:
         """Stop the last block, and return the events that end the stream."""
@@ -137,7 +146,8 @@ class MessagesAnswer:
         reason: JSON = {"stop_reason": self._stop_reason(finished), "stop_sequence": None}
         if reason["stop_reason"] == "stop_sequence":
             reason["stop_sequence"] = finished.stop_string
-        self._body = self._message(self._blocks, usage) | reason
+        blocks = [block for block in self._blocks if block.get("text") != ""]
+        self._body = self._message(blocks, usage) | reason
         return [
             *events,
             {"type": "message_delta", "delta": reason, "usage": usage},
@@ -210,6 +220,14 @@ def _is_object(arguments: str) -> bool:
     except msgspec.DecodeError:
         return False
     return True
+
+
+def _broken_call(name: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INTERNAL,
+        "BROKEN_CALL",
+        f"the model's call of {name} has arguments that are no JSON object; send the request again",
+    )
 
 
 def _events(events: list[JSON]) -> bytes:

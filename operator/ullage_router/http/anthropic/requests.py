@@ -256,8 +256,15 @@ def _tools(raw: msgspec.Raw, choice: ToolChoice | None) -> inference_pb2.Tools |
         functions = msgspec.json.encode([_as_chat_tool(tool) for tool in tools]).decode()
     except (UnicodeEncodeError, UnicodeDecodeError) as error:
         raise invalid("tools", "tools is not valid Unicode; encode it as UTF-8") from error
-    single = bool(choice and choice.disable_parallel_tool_use)
-    return inference_pb2.Tools(functions=functions, mode=mode, name=name, single_call=single)
+    is_single = choice.disable_parallel_tool_use if choice else None
+    return inference_pb2.Tools(
+        functions=functions,
+        mode=mode,
+        name=name,
+        single_call=bool(is_single),
+        # As in chats, a client that must get a call says if it takes more than one.
+        several_forced_calls=is_single is False,
+    )
 
 
 def _read_tools(raw: msgspec.Raw) -> list[MessagesTool]:

@@ -65,9 +65,18 @@ class CompletionLogprobs(Answer, frozen=True, kw_only=True):
     """Log-probabilities of the tokens in a completion."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Log-probabilities, which are null for the first token of an echoed prompt."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class RankedToken(Answer, frozen=True, kw_only=True):
+    """A token at a position of the prompt, with its rank among all tokens."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class CalledFunction(Answer, frozen=True, kw_only=True):
@@ -77,12 +86,20 @@ class CalledFunction(Answer, frozen=True, kw_only=True):
     arguments: str
 
 
+class CalledCustom(Answer, frozen=True, kw_only=True):
+    """A custom tool's name, with its input as text."""
+
+    name: str
+    input: str
+
+
 class AnswerToolCall(Answer, frozen=True, kw_only=True):
-    """A tool call that the model makes."""
+    """A tool call that the model makes, of a function or of a custom tool."""
 
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class FunctionPiece(Answer, frozen=True, kw_only=True):
@@ -92,13 +109,21 @@ class FunctionPiece(Answer, frozen=True, kw_only=True):
     name: str | UnsetType = UNSET
 
 
+class CustomPiece(Answer, frozen=True, kw_only=True):
+    """A fragment of a streamed custom call. Only the first fragment has the name."""
+
+    input: str
+    name: str | UnsetType = UNSET
+
+
 class ToolCallPiece(Answer, frozen=True, kw_only=True):
     """A fragment of a streamed tool call. Only the first fragment has the id and the type."""
 
     index: int
-    function: FunctionPiece
+    function: FunctionPiece | UnsetType = UNSET
+    custom: CustomPiece | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
 
 
 class AnswerMessage(Answer, frozen=True, kw_only=True):
@@ -134,6 +159,8 @@ class CompletionChoice(Choice, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedToken] | None] | UnsetType = UNSET
+    """For each token of the prompt, its own and the likeliest tokens by id."""
 
 
 class ChatCompletion(Answer, frozen=True, kw_only=True):
@@ -146,6 +173,8 @@ class ChatCompletion(Answer, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedToken] | None] | UnsetType = UNSET
+    """For each token of the prompt, its own and the likeliest tokens by id."""
 
 
 class Completion(Answer, frozen=True, kw_only=True):

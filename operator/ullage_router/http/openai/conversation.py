@@ -1,14 +1,17 @@
 """Converts the messages, tools and template variables of a chat body to a protobuf conversation."""
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import invalid
+from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
 from ullage_common.wire.limits import MAX_TOOLS_BYTES
 from ullage_common.wire.validation import check_calls, invalid_value
 from ullage_router.files.documents import Documents, document_text
+from ullage_router.http.openai.custom_tools import DefinedCustom, as_arguments, as_chat_tool
 from ullage_router.http.openai.decoding import decode_field, utf8
 from ullage_router.http.openai.schemas import (
     NULL,
@@ -30,10 +33,13 @@ MODES = {
 _NOTHING = re.compile(r"null|\[\s*\]")
 _CHOICES = (
     'none, auto, required, {"type": "function", "function": {"name": ...}}, '
+    '{"type": "custom", "custom": {"name": ...}}, '
     '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
 )
 _TOOLS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _NAMED = msgspec.json.Decoder(NamedFunction)
+_CUSTOM = msgspec.json.Decoder(DefinedCustom)
+_CUSTOM_TYPE = b'"custom"'
 
 
 def set_conversation(
@@ -97,7 +103,8 @@ def _tools(chat: ChatRequest) -> inference_pb2.Tools | None:
         raise invalid_value("tools", f"{len(chat.tools)} bytes", permitted)
 
     try:
-        functions = bytes(chat.tools).decode()
+        tools, _ = as_functions(chat.tools)
+        functions = bytes(tools).decode()
     except UnicodeDecodeError as error:
         raise invalid("tools", "tools is not valid UTF-8; encode it as UTF-8") from error
 
@@ -109,7 +116,7 @@ def _tools(chat: ChatRequest) -> inference_pb2.Tools | None:
         return None
 
     if allowed is not None:
-        functions = _restricted(chat.tools, allowed)
+        functions = _restricted(tools, allowed)
     single = chat.parallel_tool_calls is False
     return inference_pb2.Tools(
         functions=functions,
@@ -118,6 +125,35 @@ def _tools(chat: ChatRequest) -> inference_pb2.Tools | None:
         single_call=single,
         several_forced_calls=chat.parallel_tool_calls is True,
     )
+
+
+def as_functions(tools: msgspec.Raw) -> tuple[msgspec.Raw, frozenset[str]]:
+    """Return the JSON of tools with functions for custom tools, and the names of the latter.
+
+    Raises:
+        ServiceError: A custom tool is invalid. The error names the field.
+    """
+    if _CUSTOM_TYPE not in bytes(tools):
+        return tools, frozenset()
+
+    JsonCounter("tools", VALUE_LIMITS).add(bytes(tools))
+    listed: list[Mapping[str, object]] = []
+    names = set()
+    given = decode_field(_TOOLS, tools, "tools")
+    for i, tool in enumerate(given):
+        if bytes(tool.get("type", NULL)) != _CUSTOM_TYPE:
+            listed.append(tool)
+            continue
+        field = f"tools[{i}].custom"
+        if tool.get("custom", NULL) == NULL:
+            raise invalid_value(field, "missing", "an object with a name")
+        defined = decode_field(_CUSTOM, tool["custom"], field)
+        listed.append(as_chat_tool(field, defined))
+        names.add(defined.name)
+    try:
+        return msgspec.Raw(msgspec.json.encode(listed)), frozenset(names)
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
+        raise invalid("tools", "tools is not valid UTF-8; encode it as UTF-8") from error
 
 
 def _choice(
@@ -132,9 +168,10 @@ def _choice(
         return MODES[choice], "", None
     if choice.type == "allowed_tools" and choice.allowed_tools:
         return MODES[choice.allowed_tools.mode], "", choice.allowed_tools
-    if choice.type != "function" or not choice.function:
+    named = choice.custom if choice.type == "custom" else choice.function
+    if choice.type not in ("function", "custom") or not named:
         raise invalid_value("tool_choice.type", choice.type, _CHOICES)
-    name = utf8("tool_choice.function.name", choice.function.name)
+    name = utf8(f"tool_choice.{choice.type}.name", named.name)
     return inference_pb2.TOOL_MODE_NAMED, name, None
 
 
@@ -145,7 +182,8 @@ def _restricted(tools: msgspec.Raw, allowed: AllowedTools) -> str:
         ServiceError: An allowed tool is not among the tools, or none is allowed.
     """
     field = "tool_choice.allowed_tools.tools"
-    names = [tool.function.name if tool.function else "" for tool in allowed.tools]
+    named = [tool.custom if tool.type == "custom" else tool.function for tool in allowed.tools]
+    names = [tool.name if tool else "" for tool in named]
     given = {_name_of(tool): tool for tool in decode_field(_TOOLS, tools, "tools")}
     for i, name in enumerate(names):
         if name not in given:
@@ -195,13 +233,17 @@ def _reasoning(field: str, message: ChatMessage) -> str:
 
 
 def _add_call(message: inference_pb2.Message, field: str, call: ToolCall) -> None:
-    if call.type != "function":
-        raise invalid_value(f"{field}.type", call.type, "function")
-    message.tool_calls.add(
-        id=utf8(f"{field}.id", call.id),
-        name=utf8(f"{field}.function.name", call.function.name),
-        arguments=utf8(f"{field}.function.arguments", call.function.arguments),
-    )
+    called = message.tool_calls.add(id=utf8(f"{field}.id", call.id))
+    if call.type == "custom" and call.custom:
+        called.name = utf8(f"{field}.custom.name", call.custom.name)
+        called.arguments = as_arguments(utf8(f"{field}.custom.input", call.custom.input))
+    elif call.type == "function" and call.function:
+        called.name = utf8(f"{field}.function.name", call.function.name)
+        called.arguments = utf8(f"{field}.function.arguments", call.function.arguments)
+    elif call.type in ("function", "custom"):
+        raise invalid_value(f"{field}.{call.type}", "missing", "an object with a name")
+    else:
+        raise invalid_value(f"{field}.type", call.type, "function, custom")
 
 
 def _content(field: str, message: ChatMessage, documents: Documents | None) -> str:

@@ -24,6 +24,7 @@ from ullage_router.http.client_timeout import time_limit_s
 from ullage_router.http.files.attach import attach_documents
 from ullage_router.http.messages import Body, Headers, Reply, Request
 from ullage_router.http.openai import requests
+from ullage_router.http.openai.conversation import as_functions
 from ullage_router.http.openai.errors import (
     ErrorFormat,
     decision_headers,
@@ -83,6 +84,19 @@ class Style(NamedTuple):
     usage: bool = False
     continuous_usage: bool = False
     tokens_as_ids: bool = False
+    prompt_logprobs: int | None = None
+    """Number of alternatives in the field `prompt_logprobs`, or None to leave the field out."""
+    echo_logprobs: int | None = None
+    """Number of alternatives of echoed tokens, or None if the echo has no log-probabilities."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools whose input is text instead of JSON."""
+    is_echo_only: bool = False
+    """Whether the answer is the echoed prompt alone."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a complete response may be so long that writing it takes noticeable time."""
+        return self.prompt_logprobs is not None or self.echo_logprobs is not None
 
 
 class Parsed(NamedTuple):
@@ -120,6 +134,7 @@ def _parsed(
             usage=body.wants_usage,
             continuous_usage=body.wants_continuous_usage,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            prompt_logprobs=body.prompt_logprobs,
         ),
         prompt_cache_key=body.prompt_cache_key or "",
         ignored=ignored,
@@ -168,12 +183,20 @@ def _completion_answer(options: ResponseOptions) -> ChunkedAnswer:
 def _parse_chat(body: Body, _: TenantSession) -> Parsed:
     chat, ignored = requests.parse_chat(body.take())
     asked = requests.from_chat(chat, body.documents)
-    return _parsed(chat, [asked], _chat_answer, ignored)
+    parsed = _parsed(chat, [asked], _chat_answer, ignored)
+    custom_tools = as_functions(chat.tools)[1]
+    return parsed._replace(style=parsed.style._replace(custom_tools=custom_tools))
 
 
 def _parse_completion(body: Body, _: TenantSession) -> Parsed:
     completion, ignored = requests.parse_completion(body.take())
-    return _parsed(completion, requests.from_completion(completion), _completion_answer, ignored)
+    asked = requests.from_completion(completion)
+    parsed = _parsed(completion, asked, _completion_answer, ignored)
+    style = parsed.style._replace(
+        echo_logprobs=completion.logprobs if completion.echo else None,
+        is_echo_only=completion.max_tokens == 0,
+    )
+    return parsed._replace(style=style)
 
 
 CHAT = Dialect(_parse_chat, _CHAT_ERRORS, takes_files=True)
@@ -216,14 +239,18 @@ class Writer:
         self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def whole(self, answer: JSON, later: Headers) -> None:
+    async def whole(
+        self, answer: Callable[[], JSON], later: Headers, *, is_long: bool = False
+    ) -> None:
         """Send a complete, non-streamed response.
 
         Args:
-            answer: The body of the response.
+            answer: Returns the body of the response.
             later: Headers that are known only when the answer is complete.
+            is_long: Whether the body is written in a thread, so that others are served meanwhile.
         """
-        await self._body(200, _encode(answer), later)
+        body = await asyncio.to_thread(_written, answer) if is_long else _written(answer)
+        await self._body(200, body, later)
 
     async def in_pieces(self, pieces: Iterator[bytes]) -> None:
         """Send a JSON body in chunks.
@@ -423,7 +450,7 @@ class GenerateEndpoint:
                 if call.is_streamed:
                     await _stream(stream, answer, writer)
                 else:
-                    await _whole(stream, answer, writer)
+                    await _whole(stream, answer, writer, parsed.style)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
             # A variable for the refusal would be a reference cycle, since the error has this frame.
@@ -446,7 +473,7 @@ class GenerateEndpoint:
                 if call.is_streamed:
                     await _stream_many(stream, form, answer, writer)
                 else:
-                    await _whole_many(stream, form, answer, writer)
+                    await _whole_many(stream, form, answer, writer, style)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
             await writer.error(as_service_error(error, call.record))
@@ -464,7 +491,12 @@ class GenerateEndpoint:
             usage=style.usage,
             continuous_usage=style.continuous_usage,
             tokens_as_ids=style.tokens_as_ids,
+            prompt_logprobs=style.prompt_logprobs,
+            echo_logprobs=style.echo_logprobs,
+            is_echo_only=style.is_echo_only,
+            custom_tools=style.custom_tools,
             n=num_answers(request.samples) * num_prompts,
+            samples=num_answers(request.samples),
             tools=request.messages.HasField("tools"),
             lowered_limit=call.record.decision.lowered_limit,
         )
@@ -496,14 +528,19 @@ async def _stream(stream: ResponseStream, answer: Answer, writer: Writer) -> Non
     await writer.end_stream()
 
 
-async def _whole(stream: ResponseStream, answer: Answer, writer: Writer) -> None:
+def _written(answer: Callable[[], JSON]) -> bytes:
+    return _encode(answer())
+
+
+async def _whole(stream: ResponseStream, answer: Answer, writer: Writer, style: Style) -> None:
     finished = inference_pb2.Finished()
     async for event in stream.events():
         answer.collect(event)
         if event.HasField("finished"):
             finished = event.finished
 
-    await writer.whole(answer.whole(stream.accepted), resumed_headers(finished))
+    body = functools.partial(answer.whole, stream.accepted)
+    await writer.whole(body, resumed_headers(finished), is_long=style.is_long)
 
 
 async def _stream_many(
@@ -519,7 +556,7 @@ async def _stream_many(
 
 
 async def _whole_many(
-    stream: ManyPrompts, form: CompletionFormat, answer: Answer, writer: Writer
+    stream: ManyPrompts, form: CompletionFormat, answer: Answer, writer: Writer, style: Style
 ) -> None:
     finished = inference_pb2.Finished()
     async for event in stream.events():
@@ -529,7 +566,8 @@ async def _whole_many(
         answer.collect(event)
         if event.HasField("finished"):
             finished = event.finished
-    await writer.whole(answer.whole(_NOT_ONE), resumed_headers(finished))
+    body = functools.partial(answer.whole, _NOT_ONE)
+    await writer.whole(body, resumed_headers(finished), is_long=style.is_long)
 
 
 def sampling_defaults(model: Model) -> dict[str, float]:

@@ -49,13 +49,23 @@ def check_size(requests: Sequence[inference_pb2.GenerateRequest], max_output_tok
     if first.output.HasField("top_logprobs"):
         entries += 1 + first.output.top_logprobs
 
+    scored = 0
+    if first.output.HasField("prompt_logprobs"):
+        entries_of_prompt = (2 + first.output.prompt_logprobs) * max(1, num_answers(first.samples))
+        scored = entries_of_prompt * sum(map(_most_tokens, requests))
+
     most = MAX_SAMPLES * (2 + MAX_TOP_LOGPROBS) * max_output_tokens
-    if choices * tokens * entries > most:
+    if choices * tokens * entries + scored > most:
         raise invalid(
             "prompt",
             f"prompt has {len(requests)} prompts, whose {choices} answers may have {tokens} tokens "
-            "each; send fewer prompts, a lower max_tokens or fewer logprobs",
+            "each, in addition to log-probabilities of the prompts that are asked for; send fewer "
+            "prompts, a lower max_tokens or fewer logprobs",
         )
+
+
+def _most_tokens(request: inference_pb2.GenerateRequest) -> int:
+    return len(request.token_ids.ids) or len(request.text.encode())
 
 
 @dataclass(frozen=True, slots=True)

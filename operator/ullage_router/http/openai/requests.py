@@ -100,13 +100,17 @@ def from_completion(completion: CompletionRequest) -> list[Request]:
     Raises:
         ServiceError: A field is invalid. The error names the field.
     """
-    request = from_common(completion, completion.max_tokens)
+    if completion.max_tokens == 0 and not completion.echo:
+        raise invalid_value("max_tokens", 0, "at least 1, or 0 with echo: true")
+    # The engine generates a token behind the prompt, which is not returned.
+    request = from_common(completion, 1 if completion.max_tokens == 0 else completion.max_tokens)
     request.omit_special_tokens = completion.add_special_tokens is False
 
     if completion.logprobs is not None:
-        if completion.echo:
-            raise invalid_value("logprobs", completion.logprobs, "null together with echo")
         request.output.top_logprobs = completion.logprobs
+        if completion.echo:
+            count = max(completion.logprobs, completion.prompt_logprobs or 0)
+            request.output.prompt_logprobs = count
     request.output.echo = bool(completion.echo)
     return _with_prompts(request, completion.prompt)
 
@@ -117,6 +121,8 @@ def from_common(common: Common, max_tokens: int | None) -> Request:
     Raises:
         ServiceError: A field is invalid. The error names the field.
     """
+    if common.stream and common.prompt_logprobs is not None:
+        raise invalid_value("prompt_logprobs", common.prompt_logprobs, "null with stream")
     if common.truncate_prompt_tokens == 0:
         raise invalid_value("truncate_prompt_tokens", 0, "-1, or at least 1")
     # The smallest set of tokens, as `top_p: 0` means it, is the likeliest token alone.
@@ -150,6 +156,7 @@ def from_common(common: Common, max_tokens: int | None) -> Request:
         return_token_ids=bool(common.return_token_ids),
         special_tokens=common.skip_special_tokens is False,
         include_stop=bool(common.include_stop_str_in_output),
+        prompt_logprobs=common.prompt_logprobs,
     )
     return Request(
         model=utf8("model", common.model),

@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
+from ullage_router.http.openai.custom_tools import InputReader, as_input
 from ullage_router.telemetry.record import DEVICE, cached_tokens
 
 JSON = dict[str, object]
@@ -56,6 +57,16 @@ class ResponseOptions(msgspec.Struct, frozen=True):
     """Whether logprobs name tokens as `token_id:5` instead of by their text."""
     continuous_usage: bool = False
     """Whether every chunk of a stream has the usage so far."""
+    prompt_logprobs: int | None = None
+    """Number of alternatives in the field `prompt_logprobs`, or None to leave the field out."""
+    echo_logprobs: int | None = None
+    """Number of alternatives of echoed tokens, or None if the echo has no log-probabilities."""
+    is_echo_only: bool = False
+    """Whether the answer is the echoed prompt alone, without the token generated behind it."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools whose input is text instead of JSON."""
+    samples: int = 1
+    """Number of choices of each prompt."""
     lowered_limit: str = ""
     """The lowered output limit, such as `max_tokens=64` (empty if it was not lowered)."""
 
@@ -69,6 +80,8 @@ class Collected:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallPiece] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """The prompt's tokens. Only the first choice of a prompt has them."""
     end: SampleFinished | None = None
     """The event that ended this choice, or None if it ended together with the response."""
 
@@ -77,6 +90,8 @@ class Collected:
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+        if delta.HasField("prompt_logprobs"):
+            self.prompt_logprobs.extend(delta.prompt_logprobs.tokens)
         if delta.reasoning:
             self.reasoning.append(delta.reasoning)
         for piece in delta.tool_calls:
@@ -117,6 +132,8 @@ class ChatFormat:
         self._options = options
         self._open = list(range(options.n))
         self._counted = _UsageSoFar()
+        self._inputs: dict[int, tuple[int, InputReader]] = {}
+        """Index and input of the open call of a custom tool, by choice."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
         self._counted.begin(accepted)
@@ -140,20 +157,61 @@ class ChatFormat:
                 return []
         if self._options.token_ids:
             more["token_ids"] = list(delta.token_ids)
-        return [self._chunk(delta.sample, _chat_delta(delta), more)]
+        calls = self._call_pieces(delta)
+        if delta.tool_calls and not (calls or delta.text or delta.reasoning or more):
+            return []  # arguments that add nothing to the input of a custom tool
+        return [self._chunk(delta.sample, _chat_delta(delta, calls), more)]
+
+    def _call_pieces(self, delta: Delta) -> list[JSON]:
+        """Return the fragments of a delta's calls, with input instead of a custom tool's JSON."""
+        if not self._options.custom_tools:
+            return [_tool_call_piece(piece) for piece in delta.tool_calls]
+
+        fragments: list[JSON] = []
+        for piece in delta.tool_calls:
+            if piece.name:
+                fragments += self._end_input(delta.sample)
+            if piece.name in self._options.custom_tools:
+                reader = InputReader()
+                self._inputs[delta.sample] = (piece.index, reader)
+                custom = {"name": piece.name, "input": reader.push(piece.arguments)}
+                start: JSON = {"index": piece.index, "id": piece.id, "type": "custom"}
+                fragments.append(start | {"custom": custom})
+            elif delta.sample not in self._inputs:
+                fragments.append(_tool_call_piece(piece))
+            elif text := self._inputs[delta.sample][1].push(piece.arguments):
+                fragments.append({"index": piece.index, "custom": {"input": text}})
+        return fragments
+
+    def _end_input(self, choice: int) -> list[JSON]:
+        """Return the last fragment of a custom tool's open call, if it has one."""
+        if choice not in self._inputs:
+            return []
+        index, reader = self._inputs.pop(choice)
+        text = reader.close()
+        return [{"index": index, "custom": {"input": text}}] if text else []
+
+    def _last(self, choice: int, end: Finished | SampleFinished) -> list[JSON]:
+        """Return the last chunks of a choice."""
+        rest = self._end_input(choice)
+        chunks = [self._chunk(choice, {"tool_calls": rest})] if rest else []
+        return [*chunks, self._chunk(choice, {}, _ending(end, self._options))]
 
     def ended(self, end: SampleFinished) -> list[JSON]:
         self._open.remove(end.sample)
-        return [self._chunk(end.sample, {}, _ending(end, self._options))]
+        return self._last(end.sample, end)
 
     def closing(self, finished: Finished) -> list[JSON]:
-        last = [self._chunk(i, {}, _ending(finished, self._options)) for i in self._open]
+        last = [chunk for i in self._open for chunk in self._last(i, finished)]
         return [*last, *_usage_chunk(self._base(), self._options, finished)]
 
     def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
         choices = [self._choice(i, part, finished) for i, part in enumerate(parts)]
         answer = self._base() | {"object": "chat.completion", "choices": choices}
         answer["usage"] = usage(finished.usage)
+        if self._options.prompt_logprobs is not None:
+            entries = parts[0].prompt_logprobs
+            answer["prompt_logprobs"] = prompt_logprobs(entries, self._options.prompt_logprobs)
         if self._options.token_ids:
             answer["prompt_token_ids"] = list(accepted.prompt_token_ids)
         return answer
@@ -161,7 +219,7 @@ class ChatFormat:
     def _choice(self, index: int, part: Collected, finished: Finished) -> JSON:
         choice: JSON = {
             "index": index,
-            "message": _chat_message(part),
+            "message": _chat_message(part, self._options.custom_tools),
             "logprobs": chat_logprobs(part.logprobs, self._options.tokens_as_ids)
             if self._options.logprobs
             else None,
@@ -205,19 +263,36 @@ class CompletionFormat:
 
     def piece(self, delta: Delta) -> list[JSON]:
         self._counted.add(delta)
+        if delta.HasField("prompt_logprobs"):
+            return self._prompt_pieces(delta)
         if not _says_something(delta):
             return []
         index = delta.sample
         more: JSON = {}
         if self._options.logprobs:
-            more["logprobs"] = completion_logprobs(
-                delta.logprobs, self._offsets[index], self._options.tokens_as_ids
-            )
+            logprobs = _CompletionLogprobs(self._options.tokens_as_ids, self._offsets[index])
+            logprobs.add(delta.logprobs)
+            more["logprobs"] = logprobs.as_json()
         if self._options.token_ids:
             more["token_ids"] = list(delta.token_ids)
             more["prompt_token_ids"] = self._prompt_ids.pop(index, None)
         self._offsets[index] += len(delta.text)
         return [self._chunk(index, delta.text, more)]
+
+    def _prompt_pieces(self, delta: Delta) -> list[JSON]:
+        """Return chunks with the log-probabilities of echoed tokens, whose text was sent before."""
+        if self._options.echo_logprobs is None:
+            return []
+        scored = delta.prompt_logprobs
+        if scored.start == 0:
+            self._offsets[delta.sample] = 0
+        logprobs = _CompletionLogprobs(self._options.tokens_as_ids, self._offsets[delta.sample])
+        logprobs.add_prompt(scored.tokens, scored.start, self._options.echo_logprobs)
+
+        choices = range(delta.sample, delta.sample + self._options.samples)
+        for choice in choices:
+            self._offsets[choice] = logprobs.offset
+        return [self._chunk(choice, "", {"logprobs": logprobs.as_json()}) for choice in choices]
 
     def ended(self, end: SampleFinished) -> list[JSON]:
         self._open.remove(end.sample)
@@ -230,21 +305,35 @@ class CompletionFormat:
     def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
         if not self._prompt_ids:
             self.begin(accepted, range(len(parts)))
-        choices = [self._choice(i, part, finished) for i, part in enumerate(parts)]
+        samples = self._options.samples
+        prompts = [parts[i - i % samples].prompt_logprobs for i in range(len(parts))]
+        choices = [
+            self._choice(i, part, prompt, finished)
+            for i, (part, prompt) in enumerate(zip(parts, prompts, strict=True))
+        ]
         for i, prompt_ids in self._prompt_ids.items():
             choices[i]["prompt_token_ids"] = prompt_ids
         return self._base() | {"choices": choices, "usage": usage(finished.usage)}
 
-    def _choice(self, index: int, part: Collected, finished: Finished) -> JSON:
+    def _choice(
+        self, index: int, part: Collected, prompt: Sequence[TokenLogprob], finished: Finished
+    ) -> JSON:
         choice: JSON = {
             "index": index,
             "text": "".join(part.texts),
-            "logprobs": completion_logprobs(part.logprobs, 0, self._options.tokens_as_ids)
-            if self._options.logprobs
-            else None,
+            "logprobs": self._logprobs(part, prompt) if self._options.logprobs else None,
             **_ending(part.end or finished, self._options),
         }
+        if self._options.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(prompt, self._options.prompt_logprobs)
         return choice | {"token_ids": part.token_ids} if self._options.token_ids else choice
+
+    def _logprobs(self, part: Collected, prompt: Sequence[TokenLogprob]) -> JSON:
+        logprobs = _CompletionLogprobs(self._options.tokens_as_ids)
+        if self._options.echo_logprobs is not None:
+            logprobs.add_prompt(prompt, 0, self._options.echo_logprobs)
+        logprobs.add(part.logprobs)
+        return logprobs.as_json()
 
     def _chunk(self, index: int, text: str, more: JSON) -> JSON:
         choice: JSON = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
@@ -326,29 +415,78 @@ def chat_logprobs(entries: Sequence[TokenLogprob], as_ids: bool = False) -> JSON
     }
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], offset: int, as_ids: bool = False) -> JSON:
-    """Return the logprobs object of a completion. `top_logprobs` always includes the chosen token.
+class _CompletionLogprobs:
+    """Collects the logprobs object of a completion. `top_logprobs` always has the chosen token.
 
     Args:
-        entries: The tokens.
-        offset: Number of characters of the answer before the first token.
         as_ids: Whether tokens are named by their ids.
+        offset: Number of characters of the answer before the first token.
     """
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.token)
 
-    return {
-        "tokens": [_named(entry, as_ids) for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [
-            {_named(entry, as_ids): entry.logprob}
-            | {_named(top, as_ids): top.logprob for top in entry.top}
-            for entry in entries
-        ],
-        "text_offset": offsets,
-    }
+    def __init__(self, as_ids: bool, offset: int = 0) -> None:
+        self._as_ids = as_ids
+        self.offset = offset
+        self._tokens: list[str] = []
+        self._logprobs: list[float | None] = []
+        self._top: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def add(self, entries: Sequence[TokenLogprob], num_top: int | None = None) -> None:
+        """Add tokens with at most `num_top` alternatives, or with all of them."""
+        for entry in entries:
+            name = self._add_token(entry)
+            # Tokens may have the same text. The likeliest of them counts.
+            top: dict[str, float] = {}
+            for other in entry.top[:num_top]:
+                top.setdefault(_named(other, self._as_ids), other.logprob)
+            top.setdefault(name, entry.logprob)
+            self._logprobs.append(entry.logprob)
+            self._top.append(top)
+
+    def add_prompt(self, entries: Sequence[TokenLogprob], start: int, num_top: int) -> None:
+        """Add tokens of the prompt from position `start` on. The prompt's first has no logprob."""
+        if start == 0 and entries:
+            self._add_token(entries[0])
+            self._logprobs.append(None)
+            self._top.append(None)
+            entries = entries[1:]
+        self.add(entries, num_top)
+
+    def as_json(self) -> JSON:
+        """Return the logprobs object."""
+        return {
+            "tokens": self._tokens,
+            "token_logprobs": self._logprobs,
+            "top_logprobs": self._top,
+            "text_offset": self._offsets,
+        }
+
+    def _add_token(self, entry: TokenLogprob) -> str:
+        name = _named(entry, self._as_ids)
+        self._tokens.append(name)
+        self._offsets.append(self.offset)
+        self.offset += len(entry.token)
+        return name
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprob], num_top: int) -> list[JSON | None]:
+    """Return vLLM's `prompt_logprobs`: an object by token ids for each token, null for the first.
+
+    Args:
+        entries: All tokens of the prompt.
+        num_top: Number of alternatives in addition to the prompt's own token.
+    """
+    positions: list[JSON | None] = [None]
+    for entry in entries[1:]:
+        by_id = {str(entry.token_id): _ranked(entry, entry.rank)}
+        for rank, other in enumerate(entry.top[:num_top], start=1):
+            by_id.setdefault(str(other.token_id), _ranked(other, rank))
+        positions.append(dict(by_id))
+    return positions
+
+
+def _ranked(entry: TokenLogprob | inference_pb2.Alternative, rank: int) -> JSON:
+    return {"logprob": entry.logprob, "rank": rank, "decoded_token": entry.token}
 
 
 def _named(entry: TokenLogprob | inference_pb2.Alternative, as_ids: bool) -> str:
@@ -363,23 +501,26 @@ def _logprob(entry: TokenLogprob | inference_pb2.Alternative, as_ids: bool) -> J
     }
 
 
-def _chat_message(part: Collected) -> JSON:
+def _chat_message(part: Collected, custom_tools: frozenset[str]) -> JSON:
     """Return the assistant's message, with null content if there are tool calls and no text."""
     content = "".join(part.texts)
     message: JSON = {"role": "assistant", "content": content or (None if part.calls else "")}
     if part.reasoning:
         message |= _reasoning("".join(part.reasoning))
     if part.calls:
-        message["tool_calls"] = [_tool_call(call) for call in part.calls]
+        message["tool_calls"] = [
+            _custom_call(call) if call.name in custom_tools else _tool_call(call)
+            for call in part.calls
+        ]
     return message
 
 
-def _chat_delta(delta: Delta) -> JSON:
+def _chat_delta(delta: Delta, calls: list[JSON]) -> JSON:
     message: JSON = {}
     if delta.reasoning:
         message |= _reasoning(delta.reasoning)
-    if delta.tool_calls:
-        message["tool_calls"] = [_tool_call_piece(piece) for piece in delta.tool_calls]
+    if calls:
+        message["tool_calls"] = calls
     return message | {"content": delta.text} if delta.text or not message else message
 
 
@@ -391,6 +532,11 @@ def _reasoning(text: str) -> JSON:
 def _tool_call(call: ToolCallPiece) -> JSON:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _custom_call(call: ToolCallPiece) -> JSON:
+    custom = {"name": call.name, "input": as_input(call.arguments)}
+    return {"id": call.id, "type": "custom", "custom": custom}
 
 
 def _tool_call_piece(piece: ToolCallPiece) -> JSON:

@@ -21,6 +21,7 @@ from ullage_common.wire.limits import (
     MAX_STOP_TOKENS,
     MAX_TOOLS,
 )
+from ullage_router.http.openai.custom_tools import DefinedCustom
 
 MAX_UINT32 = (1 << 32) - 1
 MAX_FIELD_BYTES = 64 << 10
@@ -41,6 +42,7 @@ _SWITCHES = frozenset({"spaces_between_special_tokens"})
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
+Count0 = Annotated[int, msgspec.Meta(ge=0)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
@@ -97,10 +99,18 @@ class FunctionCall(msgspec.Struct, frozen=True):
     arguments: str = ""
 
 
+class CustomCall(msgspec.Struct, frozen=True):
+    """A custom tool call by the model, with the input as text."""
+
+    name: str
+    input: str = ""
+
+
 class ToolCall(msgspec.Struct, frozen=True):
     """A tool call in an assistant message."""
 
-    function: FunctionCall
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     id: str = ""
     type: str = "function"
 
@@ -131,6 +141,7 @@ class AllowedTool(msgspec.Struct, frozen=True):
 
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
 
 
 class AllowedTools(msgspec.Struct, frozen=True):
@@ -145,6 +156,7 @@ class NamedTool(msgspec.Struct, frozen=True):
 
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -160,8 +172,10 @@ class DefinedFunction(msgspec.Struct, frozen=True):
 class ToolDefinition(msgspec.Struct, frozen=True):
     """A tool that the model may call. `prompts/tools/toolbox.py` checks the definition."""
 
-    type: Literal["function"]
-    function: DefinedFunction
+    type: Literal["function", "custom"]
+    function: DefinedFunction | None = None
+    custom: DefinedCustom | None = None
+    """A tool whose input is free text."""
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
@@ -239,7 +253,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     prediction: object = None
     web_search_options: object = None
     bad_words: object = None
-    prompt_logprobs: object = None
     spaces_between_special_tokens: object = None
     chat_template: object = None
     documents: object = None
@@ -248,7 +261,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
         """Return all values of the field that have no effect and are therefore accepted."""
-        # Without 0: in vLLM, prompt_logprobs: 0 asks for logprobs of the prompt's own tokens.
         usual = () if name in _SWITCHES else _USUAL
         return (None, *usual, *cls.NEUTRAL.get(name, ()))
 
@@ -294,6 +306,8 @@ class Common(Unsupported, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: Seed | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    """Number of alternatives to report for each token of the prompt. 0 reports the tokens only."""
     stop: str | Annotated[list[str], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[Token], msgspec.Meta(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
@@ -360,6 +374,8 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
 
     prompt: msgspec.Raw
     """The prompt as undecoded JSON of type `Prompt`."""
+    max_tokens: Count0 | None = None
+    """Maximum number of output tokens, or 0 with `echo` for the prompt alone."""
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
 

@@ -36,6 +36,7 @@ class ChunkedAnswer:
         self._errors = errors
         self._parts = [Collected() for _ in range(options.n)]
         self._finished = Finished()
+        self._is_echo_only = options.is_echo_only
         self._is_plain = not (options.logprobs or options.token_ids or options.continuous_usage)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """For each choice, the bytes before and after the text in a chunk that has only text."""
@@ -46,6 +47,8 @@ class ChunkedAnswer:
 
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
         """Return the bytes to send for an event of the answer (empty if the event has no chunk)."""
+        if self._is_echo_only:
+            event = _echo_only(event)
         match event.WhichOneof("event"):
             case "finished":
                 closing = _events(self._form.closing(event.finished))
@@ -61,6 +64,8 @@ class ChunkedAnswer:
 
     def collect(self, event: inference_pb2.GenerateResponse) -> None:
         """Add an event to the complete response."""
+        if self._is_echo_only:
+            event = _echo_only(event)
         match event.WhichOneof("event"):
             case "finished":
                 self._finished = event.finished
@@ -85,6 +90,24 @@ class ChunkedAnswer:
         example = self._form.piece(inference_pb2.Delta(text=_MARK, sample=sample))
         before, _, after = _events(example).partition(_encode(_MARK))
         return before, after
+
+
+def _echo_only(event: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
+    """Return an event without the token that is generated behind an echoed prompt."""
+    own = inference_pb2.GenerateResponse()
+    own.CopyFrom(event)  # other clients may share the event
+    match own.WhichOneof("event"):
+        case "finished":
+            own.finished.usage.completion_tokens = 0
+            own.finished.reason = inference_pb2.FINISH_REASON_LENGTH
+            own.finished.stop_string = ""
+        case "sample_finished":
+            own.sample_finished.reason = inference_pb2.FINISH_REASON_LENGTH
+            own.sample_finished.stop_string = ""
+        case _:
+            if own.delta.num_tokens:
+                own.delta.Clear()
+    return own
 
 
 def _comment(finished: Finished) -> bytes:

@@ -8,11 +8,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
+from ullage_router.http.openai.custom_tools import InputReader, as_arguments
 from ullage_router.http.openai.errors import DONE, error_code, in_api_words, sse_event
 from ullage_router.http.openai.responses import JSON, ResponseOptions, prompt_tokens_details
 from ullage_router.http.responses.errors import NAMES
@@ -22,12 +24,30 @@ _encode = msgspec.json.Encoder().encode
 _COMPLETE = frozenset({inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_TOOL_CALLS})
 
 
+class _Call(NamedTuple):
+    """The words of the API for a type of calls."""
+
+    prefix: str
+    """Beginning of items' ids."""
+    event: str
+    """Beginning of the names of events."""
+    field: str
+    """The field of arguments or input."""
+
+
+_CALLS = {
+    "function_call": _Call("fc", "response.function_call_arguments", "arguments"),
+    "custom_tool_call": _Call("ctc", "response.custom_tool_call_input", "input"),
+}
+_PREFIXES = {"reasoning": "rs", "message": "msg"}
+
+
 @dataclass(slots=True)
 class _OpenItem:
     """An item of the answer, while the model writes it."""
 
     kind: str
-    """`reasoning`, `message` or `function_call`."""
+    """`reasoning`, `message`, `function_call` or `custom_tool_call`."""
     id: str
     index: int
     pieces: list[str] = field(default_factory=list)
@@ -36,10 +56,17 @@ class _OpenItem:
     name: str = ""
     """The function's name in the conversation."""
     namespace: str = ""
+    input: InputReader = field(default_factory=InputReader)
+    """Reads the input of a custom tool's call."""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the item is a call."""
+        return self.kind in _CALLS
 
     @property
     def text(self) -> str:
-        """The text or the arguments so far."""
+        """The text, the arguments or the input so far."""
         return "".join(self.pieces)
 
     @property
@@ -69,8 +96,12 @@ class _OpenItem:
             text: The text or the arguments, or None before the first one.
         """
         base: JSON = {"type": self.kind, "id": self.id, "status": status}
-        if self.kind == "function_call":
-            return base | {"call_id": self.call_id, **self.function, "arguments": text or ""}
+        if self.is_call:
+            return base | {
+                "call_id": self.call_id,
+                **self.function,
+                _CALLS[self.kind].field: text or "",
+            }
         content = [] if text is None else [self.part(text)]
         if self.kind == "reasoning":
             return base | {"summary": [], "content": content}
@@ -83,6 +114,7 @@ class ResponsesAnswer:
     Args:
         repeated: The fields of the request that the response repeats.
         namespaces: Namespaces of the functions that have one, by name in the conversation.
+        custom_tools: Names in the conversation of the tools whose input is text instead of JSON.
         keep: Called with the body of a response that has ended and with the answer's turn. None if
             the response is not stored.
         options: The response's id, model and time, and whether it has log-probabilities.
@@ -92,11 +124,13 @@ class ResponsesAnswer:
         self,
         repeated: Mapping[str, object],
         namespaces: Mapping[str, str],
+        custom_tools: frozenset[str],
         keep: Callable[[str, bytes, inference_pb2.Message], None] | None,
         options: ResponseOptions,
     ) -> None:
         self._repeated = repeated
         self._namespaces = namespaces
+        self._custom_tools = custom_tools
         self._keep = keep
         self._options = options
         # A client may send one request id twice, and the store has one response of each id.
@@ -183,19 +217,25 @@ class ResponsesAnswer:
         events: list[JSON] = []
         if piece.name:
             events += self._close("completed")
-            events += self._open("function_call", call_id=piece.id, name=piece.name)
+            kind = "custom_tool_call" if piece.name in self._custom_tools else "function_call"
+            events += self._open(kind, call_id=piece.id, name=piece.name)
         item = self._item
         assert item, "arguments follow the start of their call"
-        assert item.kind == "function_call", "arguments follow the start of their call"
-        if not piece.arguments:
-            return events
-        item.pieces.append(piece.arguments)
-        name = "response.function_call_arguments.delta"
-        return [*events, {"type": name, **_place(item), "delta": piece.arguments}]
+        assert item.is_call, "arguments follow the start of their call"
+        is_custom = item.kind == "custom_tool_call"
+        text = item.input.push(piece.arguments) if is_custom else piece.arguments
+        return [*events, *self._grow_call(item, text)]
+
+    def _grow_call(self, item: _OpenItem, text: str) -> list[JSON]:
+        """Add text to the arguments or the input of the open call."""
+        if not text:
+            return []
+        item.pieces.append(text)
+        return [{"type": f"{_CALLS[item.kind].event}.delta", **_place(item), "delta": text}]
 
     def _open(self, kind: str, call_id: str = "", name: str = "") -> list[JSON]:
         index = len(self._output)
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        prefix = _CALLS[kind].prefix if kind in _CALLS else _PREFIXES[kind]
         item = _OpenItem(kind, f"{prefix}_{self._unique}_{index}", index)
         item.call_id = call_id
         item.name = name
@@ -206,7 +246,7 @@ class ResponsesAnswer:
             "output_index": index,
             "item": item.as_json("in_progress", None),
         }
-        if kind == "function_call":
+        if item.is_call:
             return [added]
         part = {
             "type": "response.content_part.added",
@@ -222,6 +262,7 @@ class ResponsesAnswer:
         if item is None:
             return []
         self._item = None
+        rest = self._grow_call(item, item.input.close()) if item.kind == "custom_tool_call" else []
         text = item.text
         closed = item.as_json(status, text)
         self._output.append(closed)
@@ -232,13 +273,17 @@ class ResponsesAnswer:
             "item": closed,
         }
         place = _place(item)
-        if item.kind == "function_call":
-            name = "response.function_call_arguments.done"
-            return [{"type": name, **place, **item.function, "arguments": text}, done]
+        ended: JSON
+        if item.is_call:
+            call = _CALLS[item.kind]
+            # Only the event of functions has the name.
+            named = item.function if item.kind == "function_call" else {}
+            ended = {"type": f"{call.event}.done", **place, **named, call.field: text}
+            return [*rest, ended, done]
 
         place["content_index"] = 0
         if item.kind == "reasoning":
-            ended: JSON = {"type": "response.reasoning_text.done", **place, "text": text}
+            ended = {"type": "response.reasoning_text.done", **place, "text": text}
         else:
             ended = {
                 "type": "response.output_text.done",
@@ -327,8 +372,9 @@ def _turn(items: list[tuple[_OpenItem, str]]) -> inference_pb2.Message:
         role="assistant", content=texts["message"], reasoning=texts["reasoning"]
     )
     for item, text in items:
-        if item.kind == "function_call":
-            turn.tool_calls.add(id=item.call_id, name=item.name, arguments=text)
+        if item.is_call:
+            arguments = as_arguments(text) if item.kind == "custom_tool_call" else text
+            turn.tool_calls.add(id=item.call_id, name=item.name, arguments=arguments)
     return turn
 
 

@@ -63,7 +63,19 @@ class OutputCall(Answer, frozen=True, kw_only=True, tag_field="type", tag="funct
     """The function's namespace. Absent if it has none."""
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(Answer, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool that the model makes, with the input as text."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+    """The tool's namespace. Absent if it has none."""
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(PromptTokensDetails, frozen=True, kw_only=True):
@@ -193,9 +205,9 @@ class TextDone(Answer, frozen=True, kw_only=True):
 
 
 class ArgumentsDelta(Answer, frozen=True, kw_only=True):
-    """A fragment of a call's arguments."""
+    """A fragment of a call's arguments, or of a custom call's input."""
 
-    type: Literal["response.function_call_arguments.delta"]
+    type: Literal["response.function_call_arguments.delta", "response.custom_tool_call_input.delta"]
     sequence_number: int
     item_id: str
     output_index: int
@@ -212,6 +224,16 @@ class ArgumentsDone(Answer, frozen=True, kw_only=True):
     name: str
     arguments: str
     namespace: str | UnsetType = UNSET
+
+
+class InputDone(Answer, frozen=True, kw_only=True):
+    """The whole input of a custom call."""
+
+    type: Literal["response.custom_tool_call_input.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    input: str
 
 
 class ResponseErrorEvent(Answer, frozen=True, kw_only=True):
@@ -233,6 +255,7 @@ EVENTS = (
     TextDone,
     ArgumentsDelta,
     ArgumentsDone,
+    InputDone,
     ResponseErrorEvent,
 )
 """Types of the events of a stream."""

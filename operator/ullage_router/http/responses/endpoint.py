@@ -14,8 +14,10 @@ from ullage_router.http.responses.answer import ResponsesAnswer
 from ullage_router.http.responses.errors import ERRORS
 from ullage_router.http.responses.requests import SAMPLING, Asked, read_request
 from ullage_router.http.responses.store import ResponseStore
+from ullage_router.prompts.tools.forced_calls import FURTHER
 from ullage_router.server.service import RouterService
 from ullage_router.tenants.session import TenantSession
+from ullage_router.tokenizer.model import Model
 
 _JSON_TYPE = (b"content-type", b"application/json")
 
@@ -70,15 +72,33 @@ def _parse(
         name: defaults[name] if asked.repeated[name] is None else asked.repeated[name]
         for name in SAMPLING
     }
+    asked.repeated["parallel_tool_calls"] = _is_parallel(asked, model)
     keep = functools.partial(_keep, store, tenant.name, asked) if asked.conversation else None
     return Parsed(
         [asked.request],
         asked.is_streamed,
-        functools.partial(ResponsesAnswer, asked.repeated | sampling, asked.namespaces, keep),
+        functools.partial(
+            ResponsesAnswer, asked.repeated | sampling, asked.namespaces, asked.custom_tools, keep
+        ),
         prompt_cache_key=asked.prompt_cache_key,
         ignored=asked.ignored,
         kept_bytes=asked.kept_bytes,
     )
+
+
+def _is_parallel(asked: Asked, model: Model | None) -> bool:
+    """Return whether the answer may have several calls.
+
+    If the model must call a function, this depends on its format of calls.
+    """
+    if not asked.request.messages.HasField("tools"):
+        return bool(asked.repeated["parallel_tool_calls"])
+    tools = asked.request.messages.tools
+    if tools.mode == inference_pb2.TOOL_MODE_NAMED:
+        return False
+    if tools.mode == inference_pb2.TOOL_MODE_REQUIRED:
+        return tools.several_forced_calls and model is not None and model.tool_format in FURTHER
+    return not tools.single_call
 
 
 def _keep(

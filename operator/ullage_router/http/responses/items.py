@@ -6,6 +6,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.validation import invalid_value
 from ullage_router.files.documents import Documents, document_text
+from ullage_router.http.openai.custom_tools import as_arguments
 from ullage_router.http.openai.decoding import utf8
 from ullage_router.http.responses.schemas import Item, ItemPart
 from ullage_router.http.responses.tools import full_name
@@ -13,7 +14,10 @@ from ullage_router.http.responses.tools import full_name
 Message = inference_pb2.Message
 Messages = inference_pb2.Messages
 
-_ITEMS = "message, function_call, function_call_output, reasoning"
+_ITEMS = (
+    "message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, "
+    "reasoning"
+)
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = frozenset({"input_text", "output_text", "text"})
 
@@ -66,7 +70,7 @@ def _add_item(
             parts = item.content if item.content else item.summary
             turn.reasoning = _reasoning(field, parts)
             return turn
-        case "function_call":
+        case "function_call" | "custom_tool_call":
             turn = turn or conversation.messages.add(role="assistant")
             turn.tool_calls.add(
                 id=_required(f"{field}.call_id", item.call_id),
@@ -74,10 +78,10 @@ def _add_item(
                     utf8(f"{field}.namespace", item.namespace or ""),
                     _required(f"{field}.name", item.name),
                 ),
-                arguments=utf8(f"{field}.arguments", item.arguments or ""),
+                arguments=_arguments(field, item),
             )
             return turn
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             output = item.output
             conversation.messages.add(
                 role="tool",
@@ -87,6 +91,12 @@ def _add_item(
             return None
         case _:
             raise invalid_value(f"{field}.type", item.type, _ITEMS)
+
+
+def _arguments(field: str, item: Item) -> str:
+    if item.type == "custom_tool_call":
+        return as_arguments(utf8(f"{field}.input", item.input or ""))
+    return utf8(f"{field}.arguments", item.arguments or "")
 
 
 def _add_message(

@@ -66,6 +66,8 @@ class Asked:
     """The response that the request continues."""
     namespaces: Mapping[str, str]
     """Namespaces of the functions that have one, by the function's name in the conversation."""
+    custom_tools: frozenset[str]
+    """Names in the conversation of the tools whose input is text instead of JSON."""
     kept_bytes: int
     """Size in bytes of what stays in memory until the response is complete."""
     ignored: tuple[str, ...]
@@ -118,8 +120,7 @@ def read_request(
     if arguments := _template_arguments(body):
         messages.template_arguments = utf8_json("chat_template_kwargs", arguments)
     tools = read_tools(body.tools)
-    is_parallel = body.parallel_tool_calls is not False
-    functions = to_functions(tools, body.tool_choice, is_parallel=is_parallel)
+    functions = to_functions(tools, body.tool_choice, body.parallel_tool_calls)
     if functions is not None:
         messages.tools.CopyFrom(functions)
 
@@ -135,6 +136,11 @@ def read_request(
         for namespace, tool in functions_of(tools)
         if namespace
     }
+    custom_tools = frozenset(
+        full_name(namespace, tool.name or "")
+        for namespace, tool in functions_of(tools)
+        if tool.type == "custom"
+    )
     return Asked(
         request,
         bool(body.stream),
@@ -143,6 +149,7 @@ def read_request(
         conversation,
         previous,
         namespaces,
+        custom_tools,
         kept_bytes,
         ignored,
     )

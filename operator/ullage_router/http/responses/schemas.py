@@ -15,6 +15,7 @@ from ullage_common.wire.limits import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
 )
+from ullage_router.http.openai.custom_tools import CustomFormat
 from ullage_router.http.openai.schemas import (
     MAX_UINT32,
     AtLeastOne,
@@ -62,12 +63,14 @@ class Item(msgspec.Struct, frozen=True):
     namespace: str | None = None
     """Namespace of the called function, if the tools have it in one."""
     arguments: str | None = None
+    input: str | None = None
+    """Input of a custom tool's call."""
     output: str | Parts | None = None
     summary: Parts | None = None
 
 
 class ResponsesTool(msgspec.Struct, frozen=True):
-    """A function that the model may call, or a namespace of functions."""
+    """A function or a custom tool that the model may call, or a namespace of these."""
 
     type: str
     name: str | None = None
@@ -77,6 +80,8 @@ class ResponsesTool(msgspec.Struct, frozen=True):
     """This field has no effect. Forced calls always follow the schema."""
     tools: list["ResponsesTool"] | None = None
     """The functions of a namespace."""
+    format: CustomFormat | None = None
+    """The format of a custom tool's input."""
 
 
 class ChosenTool(msgspec.Struct, frozen=True):

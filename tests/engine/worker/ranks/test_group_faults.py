@@ -14,6 +14,7 @@ import torch
 from ullage_engine.memory.out_of_memory import is_device_lost
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import GroupLostError
+from ullage_engine.protocol.requests import PromptLogprobs
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan
 from ullage_engine.server.hang_detector import read_proc_stats
 from ullage_engine.worker.rank_group import DistributedRunner, RankProcesses
@@ -24,6 +25,9 @@ class OutOfMemory:
 
     def move(self, moves: Moves) -> None:
         raise torch.OutOfMemoryError("no")
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobs]:
+        return []
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
