@@ -4,13 +4,24 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ullage_cli import bench, key, plan, profile, quantize, up, upgrade_manifest, verify
+from ullage_cli import (
+    bench,
+    key,
+    plan,
+    profile,
+    quantize,
+    up,
+    upgrade_manifest,
+    verify,
+)
+from ullage_cli.serve import command as serve
 from ullage_cli.top import command as top
 from ullage_cli.trace import command as trace
 from ullage_operator.api.errors import OperatorError
 from ullage_operator.api.settings import VERSION
 
 HELP = """examples:
+  ullage serve Qwen/Qwen3-0.6B               serve a model, with formats that fit this machine
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
   ullage top                                 watch the service live
   ullage plan -f examples/smollm2.yaml       print the operator's objects for a manifest
@@ -25,7 +36,19 @@ HELP = """examples:
   ullage quantize --model file:///m --format int8 --output ./m-int8
 """
 
-COMMANDS = (up, top, trace, verify, bench, profile, plan, quantize, key, upgrade_manifest)
+COMMANDS = (
+    serve,
+    up,
+    top,
+    trace,
+    verify,
+    bench,
+    profile,
+    plan,
+    quantize,
+    key,
+    upgrade_manifest,
+)
 """Subcommand modules, in the order in which the help lists them."""
 
 
@@ -52,8 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: command-line arguments without the program's name, or None to use those of
             this process.
     """
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    options, unknown = parser.parse_known_args(arguments)
     try:
+        if unknown and "refuse_unknown" in options:
+            options.refuse_unknown(unknown)
+        elif unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         status: int = options.run(options)
     except OperatorError as error:
         for line in str(error).splitlines():
