@@ -14,6 +14,7 @@ from ullage_cli import (
     upgrade_manifest,
     verify,
 )
+from ullage_cli.chat import command as chat
 from ullage_cli.serve import command as serve
 from ullage_cli.top import command as top
 from ullage_cli.trace import command as trace
@@ -22,6 +23,7 @@ from ullage_operator.api.settings import VERSION
 
 HELP = """examples:
   ullage serve Qwen/Qwen3-0.6B               serve a model, with formats that fit this machine
+  ullage chat                                chat with it in the terminal
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
   ullage top                                 watch the service live
   ullage plan -f examples/smollm2.yaml       print the operator's objects for a manifest
@@ -38,6 +40,7 @@ HELP = """examples:
 
 COMMANDS = (
     serve,
+    chat,
     up,
     top,
     trace,
