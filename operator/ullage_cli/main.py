@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ullage_cli import (
     bench,
     key,
+    models,
     plan,
     profile,
     quantize,
@@ -24,6 +25,7 @@ from ullage_operator.api.settings import VERSION
 HELP = """examples:
   ullage serve Qwen/Qwen3-0.6B               serve a model, with formats that fit this machine
   ullage chat                                chat with it in the terminal
+  ullage models                              show which models fit this machine
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
   ullage top                                 watch the service live
   ullage plan -f examples/smollm2.yaml       print the operator's objects for a manifest
@@ -41,6 +43,7 @@ HELP = """examples:
 COMMANDS = (
     serve,
     chat,
+    models,
     up,
     top,
     trace,
