@@ -16,6 +16,7 @@ from ullage_cli import (
     verify,
 )
 from ullage_cli.chat import command as chat
+from ullage_cli.convert import command as convert
 from ullage_cli.serve import command as serve
 from ullage_cli.top import command as top
 from ullage_cli.trace import command as trace
@@ -35,6 +36,7 @@ HELP = """examples:
   ullage bench http://127.0.0.1:8000         find the knee of throughput over latency
   ullage trace REQUEST_ID                    print the steps of one request from all logs
   ullage profile smollm2 --steps 50          record an engine's next steps for Perfetto
+  ullage convert values.yaml                 print manifests for another server's configuration
   ullage key new alice                       make an API key
   ullage upgrade-manifest -f old.yaml        print a manifest of 0.1.0 with today's fields
   ullage quantize --model file:///m --format int8 --output ./m-int8
@@ -51,6 +53,7 @@ COMMANDS = (
     bench,
     profile,
     plan,
+    convert,
     quantize,
     key,
     upgrade_manifest,
