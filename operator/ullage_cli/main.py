@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ullage_cli import (
     bench,
+    completion,
     key,
     models,
     plan,
@@ -57,6 +58,7 @@ COMMANDS = (
     quantize,
     key,
     upgrade_manifest,
+    completion,
 )
 """Subcommand modules, in the order in which the help lists them."""
 
@@ -74,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
+    commands.choices["completion"].set_defaults(root=parser)
     return parser
 
 
