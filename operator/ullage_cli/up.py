@@ -27,6 +27,7 @@ from rich.table import Table
 
 from ullage_cli.local.files import make_folders, write_files
 from ullage_cli.local.plan import LocalPlan, plan_local
+from ullage_cli.local.ports import LOOPBACK
 from ullage_cli.manifest_file import BASE_HELP, read_service
 from ullage_cli.processes.runtime import LocalRuntime, is_among, keep_scaled
 from ullage_cli.processes.state import RUN_DIR_PREFIX, STATE_FILE, service_state, write_state
@@ -58,10 +59,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of an LLMService")
     parser.add_argument("--base", type=Path, action="append", default=[], help=BASE_HELP)
     parser.add_argument("--http-port", type=port, default=8000, help="port of the HTTP API (8000)")
-    parser.add_argument("--grpc-port", type=port, default=9000, help="port of the gRPC API (9000)")
     parser.add_argument(
         "--secrets", type=Path, help="folder with one folder per Secret, with one file per key"
     )
+    add_process_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the processes on this machine, which no manifest has."""
+    parser.add_argument("--grpc-port", type=port, default=9000, help="port of the gRPC API (9000)")
     parser.add_argument("--run-dir", type=Path, help="keep configuration and logs in this folder")
     parser.add_argument("--state-file", type=Path, help="also write state.json to this path")
     parser.add_argument(
@@ -78,7 +85,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "it behind",
     )
     parser.add_argument("--verbose", action="store_true", help="log at debug level")
-    parser.set_defaults(run=run)
 
 
 def port(text: str) -> int:
@@ -116,10 +122,37 @@ def run(options: argparse.Namespace) -> int:
         LocalFailure: the manifest is invalid, this machine cannot serve it, or a pod failed for
             good.
     """
-    for extra in ("router", "engine"):  # both run in this interpreter's environment
+    check_extras()
+    service = read_service(options.file, options.base)
+    serve_service(service, options, secrets=options.secrets)
+    return 0
+
+
+def check_extras() -> None:
+    """Raise an error if the router or the engine lacks packages in this environment."""
+    for extra in ("router", "engine"):
         if error := missing_extra(extra):
             raise LocalFailure(error)
-    service = read_service(options.file, options.base)
+
+
+def serve_service(
+    service: Service,
+    options: argparse.Namespace,
+    *,
+    host: str = LOOPBACK,
+    secrets: Path | None = None,
+) -> None:
+    """Serve a service until it is stopped.
+
+    Args:
+        service: the service.
+        options: options of `ullage up` about ports, folders and logs.
+        host: address on which the router serves its APIs.
+        secrets: folder with one folder per Secret, or None.
+
+    Raises:
+        LocalFailure: this machine cannot serve it, or a pod failed for good.
+    """
     if options.otlp_endpoint:
         service = traced_to(service, options.otlp_endpoint)
     if options.state_file and not options.state_file.parent.is_dir():
@@ -132,15 +165,15 @@ def run(options: argparse.Namespace) -> int:
             http_port=options.http_port,
             grpc_port=options.grpc_port,
             log_level="debug" if options.verbose else "info",
-            secrets=options.secrets,
+            secrets=secrets,
             # Engines run in this interpreter's environment.
             has_vllm=importlib.util.find_spec("vllm") is not None,
             kept=kept,
+            host=host,
         )
         write_files(plan.files)
         make_folders(plan.folders)
         asyncio.run(_serve(plan, run_dir, options.state_file, until_eof=options.until_eof))
-    return 0
 
 
 @contextlib.contextmanager

@@ -573,7 +573,7 @@ def _prepare(
         plans = plan_tensors(reader.model_config)
         prepared = [form.prepare(files.path, reader, plan) for plan in plans]
     _warn_rounded_twice(prepared, form)
-    header = _lay_out(reader.model_config, prepared)
+    header = lay_out(reader.model_config, prepared)
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)  # of a process that was killed
     check_room(path.parent, header.nbytes)
@@ -668,7 +668,7 @@ def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _lay_out(model_config: ModelConfig, prepared: list[PreparedTensor]) -> Header:
+def lay_out(model_config: ModelConfig, prepared: list[PreparedTensor]) -> Header:
     """Assign file offsets to all tensors, and return a header without checksums."""
     room = ALIGNMENT
     while True:
@@ -677,6 +677,11 @@ def _lay_out(model_config: ModelConfig, prepared: list[PreparedTensor]) -> Heade
         if size <= room:
             return header
         room = _aligned(size)
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the total size of tensors in bytes, with each tensor rounded up to whole pages."""
+    return sum(_aligned(each.nbytes) for each in tensors)
 
 
 def _header(model_config: ModelConfig, prepared: list[PreparedTensor], offset: int) -> Header:

@@ -629,7 +629,7 @@ class ModelRunner:
     def _scratch_linear_bytes(self) -> int:
         if self._limits.library_threads:
             return 0
-        return linear_scratch_bytes(self._loaded, self._limits)
+        return linear_scratch_bytes(self._loaded, self._limits, self._device)
 
     @property
     def _scratch_bytes(self) -> int:

@@ -58,10 +58,9 @@ class RowParallelLinear:
         out.add_(product)
 
 
-def linear_scratch_bytes(loaded: LoadedModel, limits: StepLimits) -> int:
+def linear_scratch_bytes(loaded: LoadedModel, limits: StepLimits, device: torch.device) -> int:
     """Return the size in bytes of the scratch memory for matmuls with quantised matrices."""
     packed = any(each.format == "mxfp4" for each in loaded.encodings.values())
-    device = _device(loaded)
     decoded = mxfp4_scratch_bytes(device.type, limits.itemsize) if packed and decodes(device) else 0
     encodings = [each for each in _encodings_of_products(loaded) if each.format != "mxfp4"]
     others = scratch_bytes(encodings, limits.itemsize, deterministic=limits.deterministic)

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import ullage_engine
-from ullage_common.config.engine import EngineConfig, kv_limit
+from ullage_common.config.engine import PREFILL_CHUNK_TOKENS, EngineConfig, kv_limit
 from ullage_common.process.memory import free_bytes
 from ullage_common.wire.fingerprint import Fingerprint, fingerprint_of
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
@@ -27,7 +27,12 @@ from ullage_engine.layers.native_decoder import auto_kv_type, library_refusal
 from ullage_engine.memory.ledger import Ledger, mib, wrong_price
 from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
-from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, check_loaded, load_weights
+from ullage_engine.model_loader.loader import (
+    LoadedModel,
+    check_loaded,
+    held_bytes,
+    load_weights,
+)
 from ullage_engine.model_loader.proof import Proof, ProofFile, code_digest, tolerance
 from ullage_engine.native.library import instruction_set
 from ullage_engine.parallel.layout import (
@@ -80,8 +85,6 @@ _STAGING_BYTES = 16 << 20
 """Bytes to reserve for messages, token lists and queues, whose sizes depend on the requests."""
 
 # How many prompt tokens a step computes.
-_PREFILL_CHUNK_TOKENS = 512
-"""Default maximum number of prompt tokens per step."""
 _LEAST_CHUNK_TOKENS = 128
 """Lower bound of the measured prompt token limit, because matmuls with fewer rows are
 inefficient."""
@@ -262,7 +265,7 @@ class RankStartup:
         """Limits that the scheduler's plans must observe."""
         batching = self.config.batching
         chunk = batching.prefill_chunk_tokens
-        chunk = _PREFILL_CHUNK_TOKENS if chunk is None else chunk
+        chunk = PREFILL_CHUNK_TOKENS if chunk is None else chunk
 
         return SchedulerLimits(
             max_model_len=self.max_model_len,
@@ -926,8 +929,3 @@ def read_layout(config: EngineConfig) -> RankLayout:
             "order, which spec.model.deterministic needs; set 2 or 1, or deterministic false"
         )
     return layout
-
-
-def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the total size of tensors in bytes, with each tensor rounded up to whole pages."""
-    return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)

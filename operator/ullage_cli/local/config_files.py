@@ -27,7 +27,11 @@ Document = dict[str, Any]
 
 
 def pod_files(
-    objects: Sequence[Manifest], run_dir: Path, ports: PodPorts, cores: Mapping[str, Document]
+    objects: Sequence[Manifest],
+    run_dir: Path,
+    ports: PodPorts,
+    cores: Mapping[str, Document],
+    host: str = LOOPBACK,
 ) -> list[File]:
     """Return all pods' configuration files, each placed in its pod's own folder.
 
@@ -36,6 +40,7 @@ def pod_files(
         run_dir: folder that contains every pod's folder.
         ports: loopback ports by pod name.
         cores: CPU core settings of every engine, by pod name.
+        host: address on which the router serves its APIs.
     """
     configs = {item["metadata"]["name"]: item["data"] for item in objects if "data" in item}
     targets = {
@@ -56,7 +61,7 @@ def pod_files(
                 )
                 documents = {naming.ENGINE_CONFIG: engine}
             else:
-                documents = _local_router(data, folder, ports[name], targets)
+                documents = _local_router(data, folder, ports[name], targets, host)
             files += [File(folder / key, to_yaml(item)) for key, item in documents.items()]
 
     return files
@@ -118,6 +123,7 @@ def _local_router(
     folder: Path,
     ports: Mapping[str, int],
     targets: Mapping[str, Sequence[str]],
+    host: str,
 ) -> dict[str, Document]:
     """Adapt the router's configuration files to this machine, and return them by name.
 
@@ -131,6 +137,8 @@ def _local_router(
         ports: the router's loopback ports.
         targets: gRPC addresses of engines, by the name of their StatefulSet, which is also the name
             of their Service.
+        host: address on which the router serves its APIs. On another address than loopback, the
+            statistics and the console are as protected as in a cluster.
     """
     document = data[naming.ROUTER_CONFIG]
     pools = [pool | {"targets": _addresses(pool["targets"], targets)} for pool in document["pools"]]
@@ -140,8 +148,12 @@ def _local_router(
         for port_name, section in LISTENERS.items()
         if port_name in ports
     }
-    listen["http"]["public_stats"] = True  # loopback is as public as the port of the metrics
-    listen["console"] = {"local": True}
+    if host == LOOPBACK:
+        listen["http"]["public_stats"] = True  # loopback is as public as the port of the metrics
+        listen["console"] = {"local": True}
+    else:
+        listen["http"] = document.get("http", {}) | {"host": host, "port": ports["http"]}
+        listen["grpc"]["host"] = host
 
     if files := document.get("files"):
         is_default = files["dir"] == naming.FILES_DIR

@@ -16,7 +16,7 @@ from ullage_cli.local.checks import check_service
 from ullage_cli.local.config_files import adapters_of, data_folders, pod_files
 from ullage_cli.local.files import File
 from ullage_cli.local.pods import Pod, make_pods
-from ullage_cli.local.ports import assign_ports
+from ullage_cli.local.ports import LOOPBACK, assign_ports
 from ullage_cli.local.secret_folders import mount_secrets, secret_mounts
 from ullage_cli.local.shares import machine_cores, share_cores, share_memory
 from ullage_cli.local.workloads import Manifest
@@ -64,6 +64,7 @@ def plan_local(
     secrets: Path | None = None,
     has_vllm: bool = False,
     kept: contextlib.ExitStack | None = None,
+    host: str = LOOPBACK,
 ) -> LocalPlan:
     """Plan the processes and files needed to run a service on this machine.
 
@@ -76,6 +77,7 @@ def plan_local(
         secrets: folder with one subfolder for every Secret that the service names.
         has_vllm: whether vLLM is installed on this machine.
         kept: exit stack that keeps the pods' ports reserved until it is closed.
+        host: address on which the router serves its APIs.
 
     Raises:
         LocalFailure: a port is taken, no pool requests an engine, or the path of `run_dir` is too
@@ -96,7 +98,7 @@ def plan_local(
 
     objects = share_memory(objects)
     cores = share_cores(objects, machine_cores())
-    files = pod_files(objects, run_dir, ports, cores)
+    files = pod_files(objects, run_dir, ports, cores, host)
     files = mount_secrets(files, secret_mounts(objects, secrets))
     if service.spec.serves_adapters:
         files.append(adapters_of(service, run_dir))

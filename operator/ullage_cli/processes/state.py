@@ -69,6 +69,16 @@ def write_state(path: Path, state: State) -> None:
     temporary.replace(path)
 
 
+def read_state(path: Path) -> State:
+    """Return the content of a state file.
+
+    Raises:
+        OSError, ValueError: the file is gone, or is not JSON.
+    """
+    state: State = json.loads(path.read_text(encoding="utf-8"))
+    return state
+
+
 def running_folders() -> list[Path]:
     """Return the run directory of every `ullage up` that runs without --run-dir, newest first.
 
@@ -95,7 +105,7 @@ def _modified(path: Path) -> float:
 def engines_of(folder: Path) -> list[Mapping[str, Any]]:
     """Return the engines in a run directory's state file (empty if the service just stopped)."""
     try:
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        state = read_state(folder / STATE_FILE)
     except (OSError, ValueError):
         return []
     return list(state["engines"])

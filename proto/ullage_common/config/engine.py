@@ -432,6 +432,10 @@ class MemorySection(MemoryLimits, frozen=True, kw_only=True):
     tiers: TiersSection = TiersSection()
 
 
+PREFILL_CHUNK_TOKENS = 512
+"""Default of `prefill_chunk_tokens` for the native engine."""
+
+
 class BatchingSection(Strict, frozen=True, kw_only=True):
     prefill_window: Seconds = 0.006
     decode_window: Seconds = 0.003

@@ -92,7 +92,9 @@ def matrices(loaded: LoadedModel, deterministic: bool = False) -> list[ExpertLin
     limits = replace(LIMITS, deterministic=deterministic)
     arena = allocate(step_arena(loaded.model_config, limits), torch.float32, torch.device("cpu"))
     backend = DefaultBackend(loaded.model_config, limits, arena)
-    scratch = torch.empty(linear_scratch_bytes(loaded, limits), dtype=torch.uint8)
+    scratch = torch.empty(
+        linear_scratch_bytes(loaded, limits, torch.device("cpu")), dtype=torch.uint8
+    )
     weights = model_weights(loaded, limits, backend, torch.float32, scratch)
     return [weights.experts(f"layers.0.experts_{name}") for name in ("gate_up", "down")]
 

@@ -1,0 +1,126 @@
+"""Converts the parts of pods that several formats share: resources, environment and placement."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ullage_cli.convert.source import Source, set_if_valid
+from ullage_cli.manifest_draft import Draft
+from ullage_cli.vllm_arguments import POOL
+
+TEMPLATE = f"{POOL}.podTemplate"
+GPU_SUFFIXES = (".com/gpu", "/gpu", ".com/tpu")
+"""Ends of the names of resources that are accelerators."""
+
+_DEFAULT_GPU = "nvidia.com/gpu"
+POD_FIELDS = (
+    "nodeSelector",
+    "tolerations",
+    "affinity",
+    "topologySpreadConstraints",
+    "priorityClassName",
+    "runtimeClassName",
+    "schedulerName",
+    "nodeName",
+    "volumes",
+    "initContainers",
+    "terminationGracePeriodSeconds",
+    "hostNetwork",
+    "dnsPolicy",
+    "dnsConfig",
+    "hostAliases",
+    "preemptionPolicy",
+)
+"""Fields of pods that `podTemplate` may have, too."""
+
+
+def set_resources(draft: Draft, resources: Mapping[str, Any], name: str) -> None:
+    """Set a pool's resources and its number of GPUs.
+
+    Args:
+        draft: the manifest under construction.
+        resources: `requests` and `limits`, by resource name.
+        name: path of the resources, for messages.
+    """
+    kept: dict[str, dict[str, Any]] = {}
+    for kind, amounts in resources.items():
+        if kind not in ("requests", "limits") or not isinstance(amounts, dict):
+            draft.lose(f"{name}.{kind}", "the pool's resources are requests and limits only")
+            continue
+        for resource, amount in amounts.items():
+            if resource.endswith(GPU_SUFFIXES):
+                _set_gpus(draft, resource, float(str(amount)), f"{name}.{kind}.{resource}")
+            else:
+                kept.setdefault(kind, {})[resource] = amount
+    if kept:
+        set_if_valid(draft, name, f"{POOL}.resources", kept)
+
+
+def _set_gpus(draft: Draft, resource: str, count: float, name: str) -> None:
+    """Set the GPUs of an engine, which are those of its ranks."""
+    if count == 0:
+        return
+    ranks = draft.get(f"{POOL}.parallelism") or {"tensor": 1, "pipeline": 1}
+    needed = ranks["tensor"] * ranks["pipeline"]
+    draft.set(f"{POOL}.gpus", needed)
+    if count < 1:
+        draft.lose(name, f"{count:g} of a GPU; an engine takes whole GPUs, or MIG slices")
+    elif count != needed:
+        draft.lose(
+            name,
+            f"{count:g} GPUs for {needed} ranks; an engine has a GPU for each rank, so raise gpus "
+            "and parallelism together to use more",
+        )
+    if resource != _DEFAULT_GPU:
+        draft.set(f"{POOL}.gpuResourceName", resource)
+
+
+def set_device(draft: Draft) -> None:
+    """Set the device to the CPU if the source asked for no accelerator."""
+    if draft.get(f"{POOL}.gpus") is None and draft.get(f"{POOL}.parallelism") is None:
+        draft.set("spec.device", "CPU", "the source asks for no GPU; write CUDA to use one")
+        draft.set(f"{POOL}.gpus", 1)
+
+
+def set_pod_fields(draft: Draft, pod: Source) -> None:
+    """Set the fields of the engines' pods that a source's pod has, too."""
+    for field in POD_FIELDS:
+        value = pod.take(field)
+        if value not in (None, [], {}, ""):
+            set_if_valid(draft, pod.name_of(field), f"{TEMPLATE}.spec.{field}", value)
+
+    if account := pod.take("serviceAccountName"):
+        draft.set("spec.serviceAccount.name", account)
+    if secrets := pod.take("imagePullSecrets"):
+        draft.set("spec.imagePullSecrets", [{"name": each["name"]} for each in secrets])
+
+
+def set_metadata(draft: Draft, metadata: Mapping[str, Any], name: str) -> None:
+    """Set labels and annotations of the engines' pods."""
+    for field in ("labels", "annotations"):
+        if values := metadata.get(field):
+            set_if_valid(draft, f"{name}.{field}", f"{TEMPLATE}.metadata.{field}", values)
+
+
+def set_env(draft: Draft, variables: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Set environment variables of the engine's container."""
+    for variable in variables:
+        own = f"{name}[{variable.get('name')}]"
+        if str(variable.get("name", "")).startswith(("VLLM_", "LMCACHE_")):
+            engine = "vLLM's own server and LMCache read it"
+            draft.lose(own, f"{engine}; set fields of the manifest, or podTemplate's env")
+            continue
+        _add_to_container(draft, own, "env", dict(variable))
+
+
+def set_mounts(draft: Draft, mounts: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Set volume mounts of the engine's container."""
+    for mount in mounts:
+        _add_to_container(draft, f"{name}[{mount.get('name')}]", "volumeMounts", dict(mount))
+
+
+def _add_to_container(draft: Draft, name: str, field: str, value: dict[str, Any]) -> None:
+    path = f"{TEMPLATE}.spec.containers"
+    containers = draft.get(path) or [{"name": "engine"}]
+    [engine] = containers
+    changed = engine | {field: [*engine.get(field, ()), value]}
+    set_if_valid(draft, name, path, [changed])
