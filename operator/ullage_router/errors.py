@@ -380,6 +380,15 @@ def internal(request_id: str = "") -> ServiceError:
     return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", f"the router failed; {where}")
 
 
+def broken_call(name: str) -> ServiceError:
+    """Return the error for a stream that has begun a call whose arguments are no JSON object."""
+    return ServiceError(
+        grpc.StatusCode.INTERNAL,
+        "BROKEN_CALL",
+        f"the model's call of {name} has arguments that are no JSON object; send the request again",
+    )
+
+
 def console_busy(message: str) -> ServiceError:
     """Return the error for a console request that is refused because the console is in use.
 

@@ -6,11 +6,11 @@ break off. In a complete message such a call is text. A stream has begun its blo
 stream ends with the reason `max_tokens`, or with an error if no limit is the cause.
 """
 
-import grpc
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import broken_call
 from ullage_router.http.anthropic.errors import error_event
 from ullage_router.http.openai.errors import sse_event
 from ullage_router.http.openai.responses import JSON, ResponseOptions
@@ -55,7 +55,7 @@ class MessagesAnswer:
         events = self._changes(event)
         is_cut = event.finished.reason in _CUT_SHORT
         if event.HasField("finished") and self._broken and not is_cut:
-            return _events(events[:-2]) + error_event(_broken_call(self._broken))
+            return _events(events[:-2]) + error_event(broken_call(self._broken))
         return _events(events)
 
     def failed(self, error: ServiceError) -> bytes:
@@ -220,14 +220,6 @@ def _is_object(arguments: str) -> bool:
     except msgspec.DecodeError:
         return False
     return True
-
-
-def _broken_call(name: str) -> ServiceError:
-    return ServiceError(
-        grpc.StatusCode.INTERNAL,
-        "BROKEN_CALL",
-        f"the model's call of {name} has arguments that are no JSON object; send the request again",
-    )
 
 
 def _events(events: list[JSON]) -> bytes:
