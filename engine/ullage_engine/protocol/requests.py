@@ -77,6 +77,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Salt of the prefix cache. Requests share cached KV only if they have the same salt."""
     min_tokens: int = 0
     """Number of output tokens that must be generated before a stop token may be sampled."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output must not contain. None is empty."""
     grammar: str = ""
     """Grammar in llguidance's format that the output must match, or "" for unconstrained output."""
     beam: BeamParams | None = None

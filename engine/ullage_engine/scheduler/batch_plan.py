@@ -5,7 +5,7 @@ The functions depend only on sequences and limits. They allocate neither blocks 
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -268,14 +268,28 @@ def make_decode(sequence: Sequence) -> Chunk:
         tokens,
         request.num_prompt_tokens,
     )
-    return replace(chunk, banned=banned_tokens(sequence)) if request.min_tokens else chunk
+    has_bans = request.min_tokens or request.bad_words
+    return replace(chunk, banned=banned_tokens(sequence)) if has_bans else chunk
 
 
 def banned_tokens(sequence: Sequence) -> list[int]:
     """List the tokens that must not be sampled next.
 
-    Until the output has `min_tokens` tokens, these are the stop tokens. After that, no token is
-    banned.
+    Until the output has `min_tokens` tokens, these are the stop tokens. The last token of each bad
+    word is banned behind the word's other tokens.
     """
     request = sequence.request
-    return request.stop_token_ids if sequence.num_output < request.min_tokens else []
+    banned = request.stop_token_ids if sequence.num_output < request.min_tokens else []
+    if not request.bad_words:
+        return banned
+    return sorted({*banned, *_last_of_bad_words(sequence)})
+
+
+def _last_of_bad_words(sequence: Sequence) -> Iterator[int]:
+    """Yield the tokens that would complete a bad word in the output."""
+    tokens = sequence.token_ids
+    num_output = sequence.num_output
+    for *before, last in sequence.request.bad_words:
+        count = len(before)
+        if count <= num_output and tokens[len(tokens) - count :] == before:
+            yield last

@@ -8,8 +8,8 @@ tokens before it were correct. Sampling noise depends only on the seed and the p
 change neither greedy nor sampled answers.
 
 The KV of rejected tokens lies after `num_computed` and is overwritten later. There are no drafts
-for requests with a grammar, penalties or beam search, because their next token depends on more than
-the KV of earlier tokens.
+for requests with a grammar, bad words, penalties or beam search, because their next token depends
+on more than the KV of earlier tokens.
 """
 
 from collections.abc import Sequence as Tokens
@@ -232,7 +232,8 @@ class Speculation:
 def may_speculate(sequence: Sequence) -> bool:
     """Return whether a sequence's next token depends only on the KV, so that drafts are safe."""
     request = sequence.request
-    is_free = not (request.grammar or request.beam or request.sampling.is_penalised)
+    depends_on_text = request.grammar or request.bad_words or request.sampling.is_penalised
+    is_free = not (depends_on_text or request.beam)
     return is_free and sequence.num_output >= request.min_tokens
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ullage.inference.v1 import inference_pb2 as pb
@@ -13,6 +13,7 @@ from ullage_common.chat.template_arguments import read_arguments, refuse_unread
 from ullage_common.chat.token_finder import SpecialTokenError
 from ullage_common.chat.turns import ending, make_turns
 from ullage_common.wire.errors import invalid
+from ullage_common.wire.validation import invalid_value
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
@@ -57,6 +58,27 @@ async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBun
         return await asyncio.to_thread(encode)
     except SpecialTokenError as error:
         raise invalid(request.WhichOneof("input") or "text", str(error)) from error
+
+
+def bad_word_ids(words: Iterable[str], tokenizer: ModelTokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of words that an answer must not contain.
+
+    As in vLLM, a word counts within text as well, where a blank precedes it, if its first token is
+    another one there and its length is the same.
+
+    Raises:
+        ServiceError: a word has no tokens.
+    """
+    sequences: list[tuple[int, ...]] = []
+    for word in words:
+        bare = tuple(tokenizer.encode_bare(word.lstrip()))
+        if not bare:
+            raise invalid_value("bad_words", word, "words that have tokens")
+        sequences.append(bare)
+        inner = tuple(tokenizer.encode_bare(" " + word.lstrip()))
+        if inner[0] != bare[0] and len(inner) == len(bare):
+            sequences.append(inner)
+    return tuple(dict.fromkeys(sequences))
 
 
 def _text_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:

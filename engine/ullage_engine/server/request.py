@@ -189,6 +189,7 @@ def validated_request(
     model: ModelLimits,
     limits: LimitsSection,
     grammar: str = "",
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> ValidatedRequest:
     """Build a validated request from a Generate request whose fields have been checked.
 
@@ -196,6 +197,7 @@ def validated_request(
 
     Args:
         grammar: the request's grammar in the format that workers compile, or "" without a grammar.
+        bad_words: the tokens of the request's bad words.
 
     Raises:
         ServiceError: the prompt is empty, contains tokens outside the model's vocabulary, or leaves
@@ -226,6 +228,7 @@ def validated_request(
         cache_salt=request.cache_salt,
         beam=samples.beam,
         grammar=grammar,
+        bad_words=bad_words,
         adapter=model.adapters.get(request.model, ""),
         prompt_logprobs=_prompt_logprobs(request, num_prompt),
     )
@@ -308,6 +311,7 @@ def _sampling(request: pb.GenerateRequest, defaults: SamplingDefaults) -> Sampli
     given = {**defaults, **{field.name: value for field, value in request.sampling.ListFields()}}
     # 53 bits, so that a JSON number can carry the seed back to the client.
     given["logit_bias"] = dict(request.sampling.logit_bias)
+    given.pop("bad_words", None)  # they are tokenised, and part of the request itself
     given["allowed_token_ids"] = tuple(sorted(set(request.sampling.allowed_token_ids)))
     given.setdefault("seed", secrets.randbits(53))
     if request.output.HasField("top_logprobs"):

@@ -28,7 +28,7 @@ from ullage_engine.server.grammar import GrammarCheck
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Finish, Journal, Update
 from ullage_engine.server.metrics import EngineMetrics
-from ullage_engine.server.prompts import TokenizerBundle, prompt_ids
+from ullage_engine.server.prompts import TokenizerBundle, bad_word_ids, prompt_ids
 from ullage_engine.server.request import (
     ModelLimits,
     Reason,
@@ -234,7 +234,10 @@ class InferenceService(rpc.InferenceServiceServicer):
         grammar = await self._grammars.text(request)
         whole_prompt = await prompt_ids(request, tokenizer_bundle)
         token_ids = truncated(whole_prompt, request, limits.max_model_len)
-        checked = validated_request(request, token_ids, key, limits, self._config.limits, grammar)
+        bad_words = bad_word_ids(request.sampling.bad_words, tokenizer_bundle.tokenizer)
+        checked = validated_request(
+            request, token_ids, key, limits, self._config.limits, grammar, bad_words
+        )
         max_tokens = checked.request.max_tokens
         served.happened("received", prompt_tokens=len(token_ids), max_tokens=max_tokens)
         job = replace(

@@ -36,6 +36,7 @@ from ullage_engine.vllm_worker.run_queue import RunQueue
 from ullage_engine.vllm_worker.sequence import (
     EngineLimits,
     VllmSequence,
+    no_bad_words,
     no_beams,
     no_prompt_logprobs,
 )
@@ -179,6 +180,10 @@ class VllmEngine:
             return []
         if requests[0].prompt_logprobs is not None:
             self._queue.failed += [no_prompt_logprobs(request) for request in requests]
+            return []
+
+        if requests[0].bad_words:
+            self._queue.failed += [no_bad_words(request) for request in requests]
             return []
 
         complete = [r for r in requests if r.is_complete(self._costs.longest(r, 1), resumed)]

@@ -114,5 +114,17 @@ def no_prompt_logprobs(request: EngineRequest) -> RequestFailed:
     )
 
 
+def no_bad_words(request: EngineRequest) -> RequestFailed:
+    """Return the error for a request with bad words, which vLLM tokenises itself.
+
+    Workers load no tokenizer, because the server sends them tokens.
+    """
+    return RequestFailed(
+        request_id=request.request_id,
+        field="bad_words",
+        message="vLLM workers have no tokenizer for them; use logit_bias, or the native engine",
+    )
+
+
 def rank_of(sequence: VllmSequence) -> tuple[int, int, int]:
     return sequence.rank

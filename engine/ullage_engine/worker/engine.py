@@ -510,8 +510,8 @@ class EngineCore:
                 self._give_up(
                     request_id,
                     "no token may come next: its grammar (response_format, tools), min_tokens, "
-                    "allowed_token_ids and logit_bias together rule out every one; loosen one of "
-                    "them",
+                    "allowed_token_ids, bad_words and logit_bias together rule out every one; "
+                    "loosen one of them",
                 )
         return [each for each in sampled if each.request_id not in refused]
 

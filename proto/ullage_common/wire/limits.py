@@ -15,6 +15,8 @@ MAX_PRIORITY = 100
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 1024
 MAX_STOP_BYTES = 256
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 256
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 1 << 17
 """Maximum number of log-probabilities of one prompt's tokens, alternatives included.

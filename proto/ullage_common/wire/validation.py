@@ -13,6 +13,8 @@ from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.limits import (
     LOGIT_BIAS,
     MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORDS,
     MAX_BEAM_STOP_TOKENS,
     MAX_BEAM_WIDTH,
     MAX_CACHE_SALT_BYTES,
@@ -147,6 +149,13 @@ def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
     count = len(sampling.allowed_token_ids)
     permitted = f"at most {MAX_ALLOWED_TOKENS} tokens"
     _require(count <= MAX_ALLOWED_TOKENS, "allowed_token_ids", f"{count} tokens", permitted)
+    count = len(sampling.bad_words)
+    _require(count <= MAX_BAD_WORDS, "bad_words", f"{count} words", f"at most {MAX_BAD_WORDS}")
+    for word in sampling.bad_words:
+        size = len(word.encode())
+        is_right = bool(word.strip()) and size <= MAX_BAD_WORD_BYTES
+        permitted = f"words of at most {MAX_BAD_WORD_BYTES} bytes that are not blank"
+        _require(is_right, "bad_words", f"a word of {size} bytes", permitted)
     count = len(sampling.logit_bias)
     permitted = f"at most {MAX_LOGIT_BIAS} tokens"
     _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"{count} tokens", permitted)
@@ -213,6 +222,7 @@ def _check_beam(request: inference_pb2.GenerateRequest) -> None:
         "grammar": request.HasField("grammar"),
         "logit_bias": bool(request.sampling.logit_bias),
         "allowed_token_ids": bool(request.sampling.allowed_token_ids),
+        "bad_words": bool(request.sampling.bad_words),
         "min_tokens": bool(request.stop.min_tokens),
         "prompt_logprobs": request.output.HasField("prompt_logprobs"),
     }

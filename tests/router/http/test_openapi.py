@@ -383,6 +383,8 @@ def note_fields(value: Any, seen: dict[str, set[str]]) -> None:
     elif isinstance(value, list):
         for part in value:
             note_fields(part, seen)
+    elif isinstance(value, dict):
+        note_fields(list(value.values()), seen)
 
 
 def test_pages_answer_as_described(start_service: "StartService") -> None:

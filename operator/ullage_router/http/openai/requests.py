@@ -141,6 +141,7 @@ def from_common(common: Common, max_tokens: int | None) -> Request:
         seed=None if common.seed is None else common.seed % (1 << 64),
         logit_bias=logit_bias(common),
         allowed_token_ids=common.allowed_token_ids or (),
+        bad_words=[utf8("bad_words", word) for word in common.bad_words or ()],
     )
 
     stop = inference_pb2.StopConditions(

@@ -11,6 +11,7 @@ import msgspec
 
 from ullage_common.wire.limits import (
     MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
     MAX_CALLS,
     MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
@@ -252,7 +253,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     audio: object = None
     prediction: object = None
     web_search_options: object = None
-    bad_words: object = None
     spaces_between_special_tokens: object = None
     chat_template: object = None
     documents: object = None
@@ -317,6 +317,8 @@ class Common(Unsupported, frozen=True, kw_only=True):
         Annotated[list[Token], msgspec.Meta(max_length=MAX_ALLOWED_TOKENS)] | None
     ) = None
     """The only tokens that may be chosen."""
+    bad_words: Annotated[list[str], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
+    """Words whose last token is not chosen behind their other tokens."""
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
