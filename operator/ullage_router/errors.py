@@ -192,6 +192,11 @@ def recovering_engine(engine: str, seconds: float) -> ServiceError:
     )
 
 
+def is_left_worker(error: ServiceError) -> bool:
+    """Return whether the request left an engine because its next worker took too long."""
+    return error.reason == ENGINE_RECOVERING
+
+
 def no_stream(engine: str) -> ServiceError:
     """Return the error for a request to an engine that has no open stream."""
     return ServiceError(

@@ -281,9 +281,8 @@ class StreamWatchdog:
 
         Args:
             is_patient: whether the stream waits for the engine's next worker, however long it
-                takes. A later call for the same stream may change it.
+                takes.
         """
-        self.forget(stream)
         (self._patient if is_patient else self._impatient).add(stream)
         self._arm()
 

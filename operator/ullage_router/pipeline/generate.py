@@ -97,6 +97,7 @@ class EngineSender:
         failures: list[ServiceError] = []
         while True:
             progress = Progress(call.request)
+            progress.has_left_worker = any(map(errors.is_left_worker, failures))
             request = AdmissionRequest(call, progress, refused_by)
             reservation = await self._admission.admit(request)
             try:
@@ -165,9 +166,7 @@ class EngineSender:
 
         try:
             source = self._open(call, reservation, request, span)
-            # An answer that moved and has no new token yet does not move again because of a worker:
-            # it may be the cause, and the engine counts the workers that died over it.
-            engine.watchdog.watch(source, is_patient=progress.has_begun)
+            engine.watchdog.watch(source, is_patient=progress.has_left_worker)
             accepted = (await _expect(source)).accepted
             engine.on_accepted(reservation.credit)
             call.record.note("admitted", engine=engine.id)
@@ -186,7 +185,6 @@ class EngineSender:
                 span.end(error=error.reason if isinstance(error, ServiceError) else "CANCELLED")
             raise
 
-        engine.watchdog.watch(source)
         engine.on_first_token(reservation.credit)
         if accepted.degraded:
             decisions = call.decisions

@@ -170,6 +170,7 @@ class Takeover:
                 raise error
 
             progress.on_loss()
+            progress.has_left_worker |= errors.is_left_worker(error)
             if self._admission.has_stable_engine(self._call):
                 # A canary that has lost the answer does not get it again.
                 self._call = replace(self._call, side=Side.STABLE)
@@ -281,6 +282,6 @@ def _cause_of(error: ServiceError) -> str:
         return "leaving"
     if error.reason == errors.ENGINE_SILENT:
         return "silent"
-    if error.reason == errors.ENGINE_RECOVERING:
+    if errors.is_left_worker(error):
         return "recovering"
     return "connection" if error.code is grpc.StatusCode.UNAVAILABLE else "error"

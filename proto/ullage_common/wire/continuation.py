@@ -53,6 +53,11 @@ class Progress:
         """Whether an engine has accepted the request since this object was created."""
         self.max_tokens = 0
         """Maximum output tokens granted per answer (0 before the request is accepted)."""
+        self.has_left_worker = False
+        """Whether the request has left an engine that was without a worker.
+
+        It does so once. It may be the reason why workers die, and the engine counts these.
+        """
         self.fingerprints: tuple[str, ...] = ()
         """Fingerprints of the engines that generated tokens, without duplicates, in order."""
         self._fingerprint = ""

@@ -108,21 +108,28 @@ def test_an_answer_leaves_an_engine_whose_worker_stays_away(start_service: "Star
     asyncio.run(scenario())
 
 
-def test_an_answer_that_moved_waits_for_the_next_worker_until_it_has_a_token(
-    start_service: "StartService",
+@pytest.mark.parametrize("has_token", [False, True])
+def test_an_answer_leaves_one_engine_without_a_worker_and_no_second_one(
+    start_service: "StartService", has_token: bool
 ) -> None:
     """It may be the reason why workers die, so it must not go round the engines."""
+
+    def stop_at(engine: Any) -> asyncio.Event:
+        event = asyncio.Event()
+        if has_token:
+            engine.script.pause = event
+        else:
+            engine.script.hold = event
+        return event
 
     async def scenario() -> None:
         async with start_service(single=(100, 100)) as service:
             for engine in service.engines:
                 engine.set_facts(dtype="float32")
-                engine.script.pause = asyncio.Event()
+            stops = {engine: stop_at(engine) for engine in service.engines}
             task = asyncio.ensure_future(service.complete())
             await service.until(lambda: any(engine.requests for engine in service.engines))
             first, second = sorted(service.engines, key=lambda e: not e.requests)
-            second.script.pause = None
-            second.script.hold = asyncio.Event()
             first.push(ready=False)
             await service.until(lambda: len(second.requests) == 1, PATIENCE_S)
 
@@ -131,7 +138,7 @@ def test_an_answer_that_moved_waits_for_the_next_worker_until_it_has_a_token(
             await service.until(lambda: service.engine_state(second.headroom.engine) == "loading")
             await asyncio.sleep(MOVE_AFTER_S + 2 * CHECK_INTERVAL_S)
             second.push(ready=True)
-            second.script.hold.set()
+            stops[second].set()
             answer = await asyncio.wait_for(task, PATIENCE_S)
             assert answer.json()["choices"][0]["text"] == "".join(first.script.words)
             assert (len(first.requests), len(second.requests)) == (1, 1)

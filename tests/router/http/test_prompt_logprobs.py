@@ -172,19 +172,16 @@ def test_an_engine_that_is_lost_costs_no_token_of_the_prompt(
 
     async def scenario() -> None:
         async with start_service(single=(100, 100)) as service:
+            script = Script(fail_after_scored=4)
+
+            def mend() -> None:
+                script.fail_after_scored = None
+                script.scored_at_once = at_once
+
+            script.on_failure = mend
             for engine in service.engines:
-                engine.script.fail_after_scored = 4
-
-            # The first failure is the last one.
-            async def mend() -> None:
-                await service.until(lambda: any(engine.requests for engine in service.engines))
-                for engine in service.engines:
-                    if not engine.requests:
-                        engine.script = Script(scored_at_once=at_once)
-
-            mending = asyncio.create_task(mend())
+                engine.script = script
             body = (await service.complete(PROMPT, echo=True, logprobs=2)).json()
-            await mending
             logprobs = body["choices"][0]["logprobs"]
             assert echoed(logprobs) == OWN
             assert len(logprobs["tokens"]) == len(PROMPT) + 3

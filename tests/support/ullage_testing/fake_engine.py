@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import struct
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,8 @@ class Script:
     """Prompt tokens whose log-probabilities one message has."""
     fail_after_scored: int | None = None
     """Prompt tokens after whose log-probabilities the call breaks off."""
+    on_failure: Callable[[], None] = lambda: None
+    """Called before such a call breaks off."""
     dims: int = 3
     """Numbers of an embedding, at least 3."""
     cached: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
@@ -318,6 +320,7 @@ class FakeEngine(
         if request.output.HasField("prompt_logprobs") and not request.HasField("continuation"):
             for scored in prompt_logprobs(request, script.scored_at_once):
                 if script.fail_after_scored == scored.start:
+                    script.on_failure()
                     await abort(context, script.failure)
                 yield inference_pb2.GenerateResponse(
                     delta=inference_pb2.Delta(prompt_logprobs=scored)

@@ -53,7 +53,8 @@ class MessagesAnswer:
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
         """Return the events for an event of the answer."""
         events = self._changes(event)
-        is_cut = event.finished.reason in _CUT_SHORT
+        finished = event.finished
+        is_cut = finished.reason in _CUT_SHORT or bool(finished.stop_string)
         if event.HasField("finished") and self._broken and not is_cut:
             return _events(events[:-2]) + error_event(broken_call(self._broken))
         return _events(events)
