@@ -120,13 +120,11 @@ class VllmEngine:
 
         sequences = self._queue.by_id
         num_tokens = 0
-        backlog = 0
         num_started = 0
         for each in sequences.values():
             num_computed = blocks.num_computed(each.request_id) if each.is_running else 0
             num_started += num_computed > 0
             num_tokens += num_computed
-            backlog += 0 if each.has_token else len(each.token_ids) - num_computed
 
         num_groups = max(1, len(self._profile.groups))
         return SchedulerStats(
@@ -139,7 +137,7 @@ class VllmEngine:
             num_waiting=len(sequences) - num_started,
             num_steps=metrics.num_steps,
             expected_output_tokens=self._output_lengths.estimate,
-            prefill_backlog_tokens=backlog,
+            prefill_backlog_tokens=self._num_backlog_tokens,
             num_preemptions=self._queue.num_preemptions,
             prefix_lookup_tokens=metrics.prefix_lookup_tokens,
             prefix_hit_tokens=metrics.prefix_hit_tokens,
@@ -148,6 +146,16 @@ class VllmEngine:
             num_adapter_loads=self.adapters.num_loads,
             num_adapter_unloads=self.adapters.num_unloads,
             figures=metrics.figures.copy(),
+        )
+
+    @property
+    def _num_backlog_tokens(self) -> int:
+        """Number of prompt tokens that are not computed yet."""
+        blocks = self._core.blocks
+        return sum(
+            len(each.token_ids) - (blocks.num_computed(each.request_id) if each.is_running else 0)
+            for each in self._queue.by_id.values()
+            if not each.has_token
         )
 
     def releases(self) -> list[ReleaseState]:
@@ -425,10 +433,14 @@ class VllmEngine:
         )
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield in how many seconds each sequence is expected to end, and the bytes it frees."""
+        """Yield in how many seconds each sequence is expected to end, and the bytes it frees.
+
+        The prompts of all sequences delay each of them: those ahead are computed before its own
+        prompt, and those behind it share the steps in which it decodes.
+        """
+        num_prompt = self._num_backlog_tokens
         expected = self._output_lengths.estimate
         for each in self._queue.by_id.values():
-            num_prompt = 0 if each.has_token else len(each.token_ids)
             output = max(1, min(each.request.max_tokens, expected) - each.num_output)
             num_blocks = self._costs.charged_blocks(each)
             after_s = self.throughput.seconds_until(num_prompt, output)

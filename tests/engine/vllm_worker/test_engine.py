@@ -909,6 +909,19 @@ def test_statistics_add_up() -> None:
     assert engine.stats() == replace_counts(engine)
 
 
+def test_every_waiting_prompt_delays_a_release() -> None:
+    engine, _, _ = make_engine()
+    client = Client(engine)
+    client.submit(make_request("a", 20, 20))
+    client.step()
+    client.step()
+    [alone] = engine.releases()
+    client.submit(make_request("b", [1] * 100, 20))
+    soonest = engine.releases()[0]
+    assert soonest.num_bytes == alone.num_bytes
+    assert soonest.after_s > alone.after_s
+
+
 def replace_counts(engine: VllmEngine) -> object:
     return structs.replace(
         engine.stats(),
