@@ -25,7 +25,8 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
 
 
-_BODY = msgspec.json.Decoder(_Body)
+_BODY = msgspec.json.Decoder(_Body, strict=False)
+"""As lenient as the endpoints, for which 1 and "true" ask for a stream, too."""
 
 
 class BatchLine(msgspec.Struct, frozen=True):

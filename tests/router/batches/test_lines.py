@@ -61,6 +61,8 @@ def test_right_lines_pass() -> None:
         ([line(body=[])], ("invalid_body", "body", 1)),
         ([line(body=None)], ("invalid_body", "body", 1)),
         ([line(body={"stream": True})], ("invalid_stream", "body.stream", 1)),
+        ([line(body={"stream": 1})], ("invalid_stream", "body.stream", 1)),
+        ([line(body={"stream": "true"})], ("invalid_stream", "body.stream", 1)),
         ([line(body={"a": "x" * (8 << 20)})], ("line_too_long", None, 1)),
         ([b" " * (MAX_LINE_BYTES + 1)], ("line_too_long", None, 1)),
     ],
