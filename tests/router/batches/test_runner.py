@@ -1,0 +1,199 @@
+"""The runner of batches: cancellations at bad moments, damaged files, and races for its files."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ullage_common.config.router import BatchLimits, FilesSection
+from ullage_router.batches import runner as runner_module
+from ullage_router.batches.batch import Batch
+from ullage_router.batches.lines import Reply
+from ullage_router.batches.runner import BatchRunner
+from ullage_router.files.catalog import StoredFile
+from ullage_router.files.store import FileStore
+
+CHAT = "/v1/chat/completions"
+OK = b'{"ok": true}'
+
+
+async def answer(endpoint: str, tenant: str, body: bytes, request_id: str) -> Reply:
+    return Reply(200, OK, request_id)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - the condition belongs to others
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(
+    path: Path, clock: Callable[[], float] = lambda: 1e9, **limits: Any
+) -> AsyncIterator[tuple[FileStore, BatchRunner]]:
+    store = FileStore(FilesSection(dir=str(path), **limits), clock)
+    runner = BatchRunner(store.section.batches, store, clock)
+    runner.send = answer
+    await store.start()
+    try:
+        yield store, runner
+    finally:
+        await runner.close()
+        await store.close()
+
+
+async def upload(store: FileStore, data: bytes, tenant: str = "") -> StoredFile:
+    uploaded = await store.begin_upload(tenant)
+    uploaded.begin("in.jsonl")
+    await uploaded.write(data)
+    return await uploaded.finish("batch", 1e10)
+
+
+def lines(*names: str) -> bytes:
+    return b"".join(
+        json.dumps({"custom_id": name, "method": "POST", "url": CHAT, "body": {}}).encode() + b"\n"
+        for name in names
+    )
+
+
+async def create(store: FileStore, runner: BatchRunner, data: bytes, tenant: str = "") -> Batch:
+    file = await upload(store, data, tenant)
+    return await runner.create(tenant, CHAT, file, None, 3600)
+
+
+async def ended(batch: Batch) -> None:
+    await until(lambda: batch.has_ended)
+
+
+def stored(store: FileStore, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in store.folder.data(name).read_bytes().splitlines()]
+
+
+def test_a_cancellation_at_any_moment_ends_the_batch(tmp_path: Path) -> None:
+    """The batch is cancelled after each number of turns of the event loop, until it is complete."""
+
+    async def scenario() -> None:
+        async with running(tmp_path, batches=BatchLimits(max_concurrency=1)) as (store, runner):
+            endings = set[str]()
+            for turns in range(0, 60, 3):
+                batch = await create(store, runner, lines("a", "b"))
+                for _ in range(turns):
+                    await asyncio.sleep(0.0005)
+                if not batch.has_ended and batch.status != "finalizing":
+                    await runner.cancel("", batch.id)
+                await ended(batch)
+                assert batch.status == ("cancelled" if batch.cancelling_at else "completed")
+                endings.add(batch.status)
+            assert "cancelled" in endings
+
+    asyncio.run(scenario())
+
+
+def test_a_cancellation_during_the_check_of_the_lines_ends_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as (store, runner):
+            write = store.folder.write_whole
+            loop = asyncio.get_running_loop()
+            cancelling = asyncio.Event()
+            in_progress = asyncio.Event()
+
+            def noted_write(path: Path, data: bytes) -> None:
+                """Hold the record of the cancellation until the lines are checked."""
+                if b'"status":"cancelling"' in data:
+                    loop.call_soon_threadsafe(cancelling.set)
+                    asyncio.run_coroutine_threadsafe(in_progress.wait(), loop).result(30)
+                write(path, data)
+
+            monkeypatch.setattr(store.folder, "write_whole", noted_write)
+            checked = runner_module.check_file
+
+            def held_check(*args: Any) -> Any:
+                checker = checked(*args)
+                asyncio.run_coroutine_threadsafe(cancelling.wait(), loop).result(30)
+                return checker
+
+            monkeypatch.setattr(runner_module, "check_file", held_check)
+            batch = await create(store, runner, lines("a"))
+            cancel = asyncio.create_task(runner.cancel("", batch.id))
+            await cancelling.wait()
+            for _ in range(20):
+                await asyncio.sleep(0.005)
+            assert batch.in_progress_at is None
+            in_progress.set()
+            await cancel
+            await ended(batch)
+            assert batch.status == "cancelled"
+            assert batch.in_progress_at is None
+
+    asyncio.run(scenario())
+
+
+def test_a_late_batch_that_waits_for_room_can_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner_module, "WINDOW_S", 1)
+    data = lines("a")
+
+    async def never(*_: Any) -> Reply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario() -> None:
+        async with running(tmp_path, max_bytes=len(data)) as (store, runner):
+            runner.send = never
+            batch = await create(store, runner, data)
+            await until(lambda: "a batch waits for room" in caplog.messages)
+            await runner.cancel("", batch.id)
+            await ended(batch)
+            assert batch.status == "cancelled"
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_output_file_fails_the_batch(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, batches=BatchLimits(max_concurrency=1)) as (store, runner):
+            held = asyncio.Event()
+
+            async def answer_first(*args: Any) -> Reply:
+                if args[3].endswith("_1"):
+                    await held.wait()
+                return await answer(*args)
+
+            runner.send = answer_first
+            batch = await create(store, runner, lines("a", "b"))
+            await until(lambda: batch.completed == 1)
+            output = store.folder.data(batch.output_name)
+            output.write_bytes(b"?" * (output.stat().st_size - 1) + b"\n")
+            await runner.cancel("", batch.id)
+            await ended(batch)
+            assert batch.status == "failed"
+            assert [error.code for error in batch.errors] == ["internal_error"]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_is_lost_gets_an_error(tmp_path: Path) -> None:
+    async def lose_second(*args: Any) -> Reply:
+        if args[3].endswith("_1"):
+            raise asyncio.CancelledError
+        return await answer(*args)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as (store, runner):
+            runner.send = lose_second
+            batch = await create(store, runner, lines("a", "b", "c"))
+            await ended(batch)
+            assert (batch.status, batch.completed, batch.failed) == ("completed", 2, 1)
+            answers = stored(store, batch.output_name)
+            assert sorted(each["custom_id"] for each in answers) == ["a", "c"]
+            [lost] = stored(store, batch.error_name)
+            assert (lost["custom_id"], lost["error"]["code"]) == ("b", "internal_error")
+
+    asyncio.run(scenario())
