@@ -485,7 +485,8 @@ class BatchRunner:
             if not is_old and len(ended) <= MAX_KEPT:
                 return
             ended = ended[1:]
-            del self._batches[batch.id]
+            if self._batches.pop(batch.id, None) is None:
+                continue  # another sweep removed it meanwhile
             self._writing.pop(batch.id, None)
             await asyncio.to_thread(self._records.remove, batch.id)
 

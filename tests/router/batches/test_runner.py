@@ -179,6 +179,24 @@ def test_a_damaged_output_file_fails_the_batch(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_batches_created_at_the_same_time_sweep_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        now = [1e9]
+        async with running(tmp_path, lambda: now[0], ttl=3600.0) as (store, runner):
+            for _ in range(5):
+                await ended(await create(store, runner, lines("a")))
+            files = [await upload(store, lines("a")) for _ in range(4)]
+            now[0] += 3601
+            created = await asyncio.gather(
+                *[runner.create("", CHAT, file, None, 3600) for file in files]
+            )
+            for batch in created:
+                await ended(batch)
+            assert {batch.id for batch in runner.page("", 100, "")[0]} == {b.id for b in created}
+
+    asyncio.run(scenario())
+
+
 def test_a_request_that_is_lost_gets_an_error(tmp_path: Path) -> None:
     async def lose_second(*args: Any) -> Reply:
         if args[3].endswith("_1"):
