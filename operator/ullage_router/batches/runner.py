@@ -9,8 +9,8 @@ import asyncio
 import logging
 import random
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ MAX_WAIT_S = 30.0
 DISK_WAIT_S = 2.0
 """Seconds after which a write is tried again, if the store was full or its disk failed."""
 MAX_KEPT = 1000
-"""Maximum number of batches that have ended and are kept."""
+"""Maximum number of batches that have ended and are kept. One tenant gets at most half of this."""
 MAX_LINES_AT_ONCE = 256
 """Number of lines that are written together for requests that were not answered in time."""
 _REFUSED = frozenset({429, 503})
@@ -474,21 +474,38 @@ class BatchRunner:
             await asyncio.to_thread(self._records.write, batch.id, data)
 
     async def _sweep(self) -> None:
-        """Remove the batches that ended long ago, and the oldest of those that ended."""
-        ended = sorted(
-            (batch for batch in self._batches.values() if batch.has_ended),
-            key=lambda batch: batch.ended_at,
-        )
+        """Remove the batches that ended long ago, and the oldest if too many have ended."""
+        ended = [batch for batch in self._batches.values() if batch.has_ended]
         last = self._clock() - self._store.section.ttl
-        for batch in ended:
-            is_old = batch.ended_at <= last
-            if not is_old and len(ended) <= MAX_KEPT:
-                return
-            ended = ended[1:]
+        old = [batch for batch in ended if batch.ended_at <= last]
+        recent = [batch for batch in ended if batch.ended_at > last]
+        for batch in [*old, *surplus(recent, MAX_KEPT)]:
             if self._batches.pop(batch.id, None) is None:
                 continue  # another sweep removed it meanwhile
             self._writing.pop(batch.id, None)
             await asyncio.to_thread(self._records.remove, batch.id)
+
+
+def surplus(ended: Iterable[Batch], most: int) -> Iterator[Batch]:
+    """Yield the batches that are too many, each time the oldest of the tenant that has the most.
+
+    Args:
+        ended: Batches that have ended.
+        most: Maximum number of batches. A tenant with a name gets at most half of them.
+    """
+    by_tenant: defaultdict[str, deque[Batch]] = defaultdict(deque)
+    total = 0
+    for batch in sorted(ended, key=lambda batch: batch.ended_at):
+        by_tenant[batch.tenant].append(batch)
+        total += 1
+
+    while by_tenant:
+        tenant, own = max(by_tenant.items(), key=lambda item: len(item[1]))
+        of_tenant = max(1, most // 2) if tenant else most
+        if total <= most and len(own) <= of_tenant:
+            return
+        total -= 1
+        yield own.popleft()
 
 
 def wait_s(tries: int, retry_after_s: float | None) -> float:

@@ -2,18 +2,21 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ullage_common.config.router import BatchLimits, FilesSection
 from ullage_router.batches import runner as runner_module
 from ullage_router.batches.batch import Batch
 from ullage_router.batches.lines import Reply
-from ullage_router.batches.runner import BatchRunner
+from ullage_router.batches.runner import BatchRunner, surplus
 from ullage_router.files.catalog import StoredFile
 from ullage_router.files.store import FileStore
 
@@ -195,6 +198,70 @@ def test_batches_created_at_the_same_time_sweep_once(tmp_path: Path) -> None:
             assert {batch.id for batch in runner.page("", 100, "")[0]} == {b.id for b in created}
 
     asyncio.run(scenario())
+
+
+def test_a_tenant_cannot_displace_the_batches_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "MAX_KEPT", 6)
+
+    async def scenario() -> None:
+        now = [1e9]
+        async with running(tmp_path, lambda: now[0]) as (store, runner):
+
+            async def run(tenant: str) -> str:
+                now[0] += 1
+                batch = await create(store, runner, lines("a"), tenant)
+                await ended(batch)
+                return batch.id
+
+            first = await run("bob")
+            names = [await run("alice") for _ in range(8)]
+            last = await run("bob")
+            kept = [batch.id for batch in runner.page("alice", 100, "")[0]]
+            assert kept == names[:-4:-1]
+            assert [batch.id for batch in runner.page("bob", 100, "")[0]] == [last, first]
+
+    asyncio.run(scenario())
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "a", "b", "c"]), st.integers(1, 9))), st.integers(2, 9)
+)
+def test_the_surplus_is_the_oldest_of_the_largest_tenants(
+    pairs: list[tuple[str, int]], most: int
+) -> None:
+    batches = [batch_of(str(i), tenant, at) for i, (tenant, at) in enumerate(pairs)]
+    gone = {batch.id for batch in surplus(batches, most)}
+    kept = [batch for batch in batches if batch.id not in gone]
+    counts = Counter(batch.tenant for batch in kept)
+    assert counts.total() <= most
+    for tenant, before in Counter(batch.tenant for batch in batches).items():
+        lost = [b.ended_at for b in batches if b.tenant == tenant and b.id in gone]
+        rest = [b.ended_at for b in kept if b.tenant == tenant]
+        assert not lost or not rest or max(lost) <= min(rest)
+        assert not tenant or counts[tenant] <= most // 2
+        if lost:  # nobody has much more than a tenant that lost some
+            assert max(counts.values()) <= counts[tenant] + 1
+        else:
+            assert counts[tenant] == before
+
+
+def batch_of(name: str, tenant: str, ended_at: int) -> Batch:
+    return Batch(
+        id=name,
+        tenant=tenant,
+        endpoint=CHAT,
+        input_file_id="file-1",
+        output_name="file-2",
+        error_name="file-3",
+        output_ttl=1,
+        metadata=None,
+        created_at=0,
+        expires_at=1,
+        status="completed",
+        completed_at=ended_at,
+    )
 
 
 def test_a_request_that_is_lost_gets_an_error(tmp_path: Path) -> None:
