@@ -139,23 +139,26 @@ class BatchRunner:
         Args:
             tenant: The tenant that owns the batch.
             endpoint: The endpoint of the requests.
-            input_file: The file with the requests.
+            input_file: The file with the requests, which exists when this is called.
             metadata: Data of the client.
             output_ttl: Seconds for which the output files are kept.
 
         Raises:
             ServiceError: Too many batches have not ended, or the disk failed.
         """
-        await self._sweep()
-        active = [batch.tenant for batch in self._batches.values() if not batch.has_ended]
-        most = self._limits.max_active
-        of_tenant = max(1, most // 2) if tenant else most
-        if len(active) >= most or active.count(tenant) >= of_tenant:
-            raise batches_full(most if len(active) >= most else of_tenant)
+        name = new_id("batch_")
+        # Before anything waits, so that nobody removes the file that the caller has looked up.
+        self._store.catalog.pin(input_file.id, name)
+        try:
+            await self._sweep()
+            self._require_place(tenant)
+        except BaseException:
+            self._store.catalog.unpin(input_file.id, name)
+            raise
 
         now = int(self._clock())
         batch = Batch(
-            id=new_id("batch_"),
+            id=name,
             tenant=tenant,
             endpoint=endpoint,
             input_file_id=input_file.id,
@@ -167,10 +170,21 @@ class BatchRunner:
             expires_at=now + WINDOW_S,
         )
         self._batches[batch.id] = batch
-        self._store.catalog.pin(batch.input_file_id, batch.id)
         # A client that disconnects now must not leave a batch that nobody runs.
         await asyncio.shield(asyncio.create_task(self._write_and_begin(batch)))
         return batch
+
+    def _require_place(self, tenant: str) -> None:
+        """Check that a tenant may have one more batch.
+
+        Raises:
+            ServiceError: Too many batches have not ended.
+        """
+        active = [batch.tenant for batch in self._batches.values() if not batch.has_ended]
+        most = self._limits.max_active
+        of_tenant = max(1, most // 2) if tenant else most
+        if len(active) >= most or active.count(tenant) >= of_tenant:
+            raise batches_full(most if len(active) >= most else of_tenant)
 
     async def _write_and_begin(self, batch: Batch) -> None:
         try:

@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_common.config.router import BatchLimits, FilesSection
+from ullage_common.wire.errors import ServiceError
 from ullage_router.batches import runner as runner_module
 from ullage_router.batches.batch import Batch
 from ullage_router.batches.lines import Reply
+from ullage_router.batches.records import BatchRecords
 from ullage_router.batches.runner import BatchRunner, surplus
+from ullage_router.errors import http_status
 from ullage_router.files.catalog import StoredFile
 from ullage_router.files.store import FileStore
 
@@ -262,6 +265,59 @@ def batch_of(name: str, tenant: str, ended_at: int) -> Batch:
         status="completed",
         completed_at=ended_at,
     )
+
+
+def test_the_input_of_a_batch_that_is_being_created_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        now = [1e9]
+        async with running(
+            tmp_path, lambda: now[0], ttl=3600.0, batches=BatchLimits(max_active=1)
+        ) as (store, runner):
+            await ended(await create(store, runner, lines("a")))
+            file = await upload(store, lines("b"))
+            now[0] += 3601
+            loop = asyncio.get_running_loop()
+            sweeping = asyncio.Event()
+            deleted = asyncio.Event()
+            remove = BatchRecords.remove
+
+            def held_remove(self: BatchRecords, name: str) -> None:
+                loop.call_soon_threadsafe(sweeping.set)
+                asyncio.run_coroutine_threadsafe(deleted.wait(), loop).result(30)
+                remove(self, name)
+
+            monkeypatch.setattr(BatchRecords, "remove", held_remove)
+            creating = asyncio.create_task(runner.create("", CHAT, file, None, 3600))
+            await sweeping.wait()
+            with pytest.raises(ServiceError, match=file.id) as error:
+                await store.delete("", file.id)
+            assert http_status(error.value) == 409
+            deleted.set()
+            batch = await creating
+            await ended(batch)
+            assert batch.status == "completed"
+            await store.delete("", file.id)
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_that_is_refused_lets_its_input_go(tmp_path: Path) -> None:
+    async def never(*_: Any) -> Reply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario() -> None:
+        async with running(tmp_path, batches=BatchLimits(max_active=1)) as (store, runner):
+            runner.send = never
+            await create(store, runner, lines("a"))
+            file = await upload(store, lines("b"))
+            with pytest.raises(ServiceError, match="maxActive"):
+                await runner.create("", CHAT, file, None, 3600)
+            await store.delete("", file.id)
+
+    asyncio.run(scenario())
 
 
 def test_a_request_that_is_lost_gets_an_error(tmp_path: Path) -> None:
