@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -24,7 +25,8 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
 
 
-_BODY = msgspec.json.Decoder(_Body)
+_BODY = msgspec.json.Decoder(_Body, strict=False)
+"""As lenient as the endpoints, for which 1 and "true" ask for a stream, too."""
 
 
 class BatchLine(msgspec.Struct, frozen=True):
@@ -66,14 +68,15 @@ class LineChecker:
 
     def add(self, number: int, line: bytes) -> bool:
         """Check a line, and return whether the next one is worth a check."""
-        if not line.strip():
+        is_long = len(line) > MAX_LINE_BYTES
+        if not is_long and not line.strip():
             return True
         self.total += 1
         if self.total > self._most:
             message = f"the file has more than {self._most} requests; send it in several batches"
             self._note("too_many_requests", message, None, None)
             return False
-        if len(line) > MAX_LINE_BYTES:
+        if is_long:
             message = f"the line has more than {MAX_LINE_BYTES} bytes; shorten it"
             self._note("line_too_long", message, None, number)
             return False
@@ -148,12 +151,22 @@ def check_file(path: Path, endpoint: str, most: int) -> LineChecker:
     checker = LineChecker(endpoint, most)
     with open(path, "rb") as file:
         number = 1
-        while line := file.readline(MAX_LINE_BYTES + 2):
-            if not checker.add(number, line.rstrip(b"\r\n")):
+        while line := _next_line(file):
+            if not checker.add(number, _content(line)):
                 return checker
             number += 1
     checker.end()
     return checker
+
+
+def _next_line(file: BinaryIO) -> bytes:
+    """Return the next line with its line break, or the beginning of a line that is too long."""
+    return file.readline(MAX_LINE_BYTES + 2)
+
+
+def _content(line: bytes) -> bytes:
+    """Return a line without its line break."""
+    return line.removesuffix(b"\n").removesuffix(b"\r")
 
 
 class LineIndex:
@@ -164,6 +177,7 @@ class LineIndex:
 
     Raises:
         OSError: The file cannot be read.
+        ValueError: A line is too long.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,7 +185,9 @@ class LineIndex:
         self._starts = array("Q")
         with open(path, "rb") as file:
             start = 0
-            while line := file.readline():
+            while line := _next_line(file):
+                if len(_content(line)) > MAX_LINE_BYTES:
+                    raise ValueError(f"{path}: the line at byte {start} is too long")
                 if line.strip():
                     self._starts.append(start)
                 start += len(line)
@@ -187,7 +203,7 @@ class LineIndex:
         """
         with open(self._path, "rb") as file:
             file.seek(self._starts[number])
-            return _LINE.decode(file.readline())
+            return _LINE.decode(_next_line(file))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import asyncio
 import logging
 import random
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import msgspec
 
 from ullage_common.config.router import BatchLimits
 from ullage_common.wire.errors import ServiceError
-from ullage_router.batches.batch import WINDOW_S, Batch, BatchError, Ending, Status
+from ullage_router.batches.batch import ENDED, WINDOW_S, Batch, BatchError, Ending, Status
 from ullage_router.batches.lines import (
     BatchLine,
     LineIndex,
@@ -41,12 +41,13 @@ MAX_WAIT_S = 30.0
 DISK_WAIT_S = 2.0
 """Seconds after which a write is tried again, if the store was full or its disk failed."""
 MAX_KEPT = 1000
-"""Maximum number of batches that have ended and are kept."""
+"""Maximum number of batches that have ended and are kept. One tenant gets at most half of this."""
 MAX_LINES_AT_ONCE = 256
 """Number of lines that are written together for requests that were not answered in time."""
 _REFUSED = frozenset({429, 503})
 _FAILED = frozenset({408, 500, 502, 504})
 _EXPIRED = "This request could not be executed before the completion window expired."
+_LOST = "The router lost this request; send it in another batch."
 
 log = logging.getLogger(__name__)
 
@@ -138,23 +139,26 @@ class BatchRunner:
         Args:
             tenant: The tenant that owns the batch.
             endpoint: The endpoint of the requests.
-            input_file: The file with the requests.
+            input_file: The file with the requests, which exists when this is called.
             metadata: Data of the client.
             output_ttl: Seconds for which the output files are kept.
 
         Raises:
             ServiceError: Too many batches have not ended, or the disk failed.
         """
-        await self._sweep()
-        active = [batch.tenant for batch in self._batches.values() if not batch.has_ended]
-        most = self._limits.max_active
-        of_tenant = max(1, most // 2) if tenant else most
-        if len(active) >= most or active.count(tenant) >= of_tenant:
-            raise batches_full(most if len(active) >= most else of_tenant)
+        name = new_id("batch_")
+        # Before anything waits, so that nobody removes the file that the caller has looked up.
+        self._store.catalog.pin(input_file.id, name)
+        try:
+            await self._sweep()
+            self._require_place(tenant)
+        except BaseException:
+            self._store.catalog.unpin(input_file.id, name)
+            raise
 
         now = int(self._clock())
         batch = Batch(
-            id=new_id("batch_"),
+            id=name,
             tenant=tenant,
             endpoint=endpoint,
             input_file_id=input_file.id,
@@ -166,10 +170,21 @@ class BatchRunner:
             expires_at=now + WINDOW_S,
         )
         self._batches[batch.id] = batch
-        self._store.catalog.pin(batch.input_file_id, batch.id)
         # A client that disconnects now must not leave a batch that nobody runs.
         await asyncio.shield(asyncio.create_task(self._write_and_begin(batch)))
         return batch
+
+    def _require_place(self, tenant: str) -> None:
+        """Check that a tenant may have one more batch.
+
+        Raises:
+            ServiceError: Too many batches have not ended.
+        """
+        active = [batch.tenant for batch in self._batches.values() if not batch.has_ended]
+        most = self._limits.max_active
+        of_tenant = max(1, most // 2) if tenant else most
+        if len(active) >= most or active.count(tenant) >= of_tenant:
+            raise batches_full(most if len(active) >= most else of_tenant)
 
     async def _write_and_begin(self, batch: Batch) -> None:
         try:
@@ -219,13 +234,12 @@ class BatchRunner:
             raise batch_ended(name, batch.status)
         batch.ending = "cancelled"
         batch.enter("cancelling", self._clock())
+        if work := self._work.get(name):
+            work.cancel()
         try:
             await self._write(batch)
         except OSError as error:
             raise file_store_failed(error) from error
-        finally:
-            if work := self._work.get(name):
-                work.cancel()
         return batch
 
     def as_json(self) -> dict[str, object]:
@@ -272,30 +286,44 @@ class BatchRunner:
         try:
             await self._work_in_time(batch, outputs)
         except Exception as error:
-            log.error("batch failed", exc_info=error, extra={"batch": batch.id})
-            message = "the router failed; its log names this batch"
-            batch.errors = [BatchError(code="internal_error", message=message)]
-            batch.ending = "failed"
+            _note_failure(batch, error)
 
     async def _work_in_time(self, batch: Batch, outputs: _Outputs) -> None:
         """Answer the requests of a batch, until they are answered, cancelled or too late."""
-        work = asyncio.create_task(self._check_and_answer(batch, outputs))
-        self._work[batch.id] = work
+        remaining_s = max(0.0, batch.expires_at - self._clock())
+        is_late = not await self._do(batch, self._check_and_answer(batch, outputs), remaining_s)
+        if is_late and batch.status != "cancelling":
+            await self._do(batch, self._expire(batch, outputs), None)
+
+    async def _do(
+        self, batch: Batch, work: Coroutine[None, None, None], timeout_s: float | None
+    ) -> bool:
+        """Do work that the cancellation of the batch ends.
+
+        Args:
+            batch: The batch.
+            work: The work.
+            timeout_s: Seconds after which the work ends too, or None.
+
+        Returns:
+            Whether the work ended before the timeout.
+        """
+        task = asyncio.create_task(work)
+        self._work[batch.id] = task
         try:
-            remaining_s = max(0.0, batch.expires_at - self._clock())
-            await asyncio.wait([work], timeout=remaining_s)
-            is_late = not work.done()
+            await asyncio.wait([task], timeout=timeout_s)
+            is_late = not task.done()
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             del self._work[batch.id]
 
-        if batch.status == "cancelling":
-            return
-        if is_late:
-            await self._expire(batch, outputs)
-        else:
-            work.result()
+        if is_late or batch.status == "cancelling":
+            return not is_late
+        if task.cancelled():
+            raise RuntimeError("the work of the batch was cancelled, but not the batch")
+        task.result()
+        return True
 
     async def _check_and_answer(self, batch: Batch, outputs: _Outputs) -> None:
         path = self._store.folder.data(batch.input_file_id)
@@ -315,6 +343,7 @@ class BatchRunner:
             index = await asyncio.to_thread(LineIndex, path)
             answered = await self._answered(batch, outputs)
             await self._answer(batch, index, answered, outputs)
+            await self._fail_the_rest(batch, index, outputs, "internal_error", _LOST)
 
     async def _answered(self, batch: Batch, outputs: _Outputs) -> set[int]:
         """Return the numbers of the requests that have lines in the output files.
@@ -383,22 +412,31 @@ class BatchRunner:
             return
         path = self._store.folder.data(batch.input_file_id)
         index = await asyncio.to_thread(LineIndex, path)
+        await self._fail_the_rest(batch, index, outputs, "batch_expired", _EXPIRED)
+
+    async def _fail_the_rest(
+        self, batch: Batch, index: LineIndex, outputs: _Outputs, code: str, message: str
+    ) -> None:
+        """Write an error for each request that has no line in the output files."""
         answered = await self._answered(batch, outputs)
-        late = [number for number in range(len(index)) if number not in answered]
-        for start in range(0, len(late), MAX_LINES_AT_ONCE):
-            numbers = late[start : start + MAX_LINES_AT_ONCE]
-            lines = await asyncio.to_thread(_expired_lines, batch.id, index, numbers)
+        rest = [number for number in range(len(index)) if number not in answered]
+        for start in range(0, len(rest), MAX_LINES_AT_ONCE):
+            numbers = rest[start : start + MAX_LINES_AT_ONCE]
+            lines = await asyncio.to_thread(_error_lines, batch.id, index, numbers, code, message)
             await self._append(batch, outputs.errors, lines)
             batch.failed += len(numbers)
 
     async def _finalize(self, batch: Batch, outputs: _Outputs) -> None:
         """Complete the output files, and end the batch."""
-        ending: Ending = batch.ending or "completed"
         if batch.status == "in_progress":
-            batch.ending = ending
+            batch.ending = batch.ending or "completed"
             await self._enter(batch, "finalizing")
         elif batch.status in ("finalizing", "cancelling"):
-            await self._answered(batch, outputs)
+            try:
+                await self._answered(batch, outputs)
+            except Exception as error:
+                _note_failure(batch, error)
+        ending: Ending = batch.ending or "completed"
 
         now = int(self._clock())
         while True:
@@ -424,7 +462,12 @@ class BatchRunner:
                 await _wait_for_disk(batch, error)
 
     async def _enter(self, batch: Batch, status: Status) -> None:
-        """Enter a state, which is on the disk when this returns."""
+        """Enter a state, which is on the disk when this returns.
+
+        A batch that is being cancelled only enters its last state.
+        """
+        if batch.status == "cancelling" and status not in ENDED:
+            return
         batch.enter(status, self._clock())
         if batch.has_ended:
             self._store.catalog.unpin(batch.input_file_id, batch.id)
@@ -445,20 +488,38 @@ class BatchRunner:
             await asyncio.to_thread(self._records.write, batch.id, data)
 
     async def _sweep(self) -> None:
-        """Remove the batches that ended long ago, and the oldest of those that ended."""
-        ended = sorted(
-            (batch for batch in self._batches.values() if batch.has_ended),
-            key=lambda batch: batch.ended_at,
-        )
+        """Remove the batches that ended long ago, and the oldest if too many have ended."""
+        ended = [batch for batch in self._batches.values() if batch.has_ended]
         last = self._clock() - self._store.section.ttl
-        for batch in ended:
-            is_old = batch.ended_at <= last
-            if not is_old and len(ended) <= MAX_KEPT:
-                return
-            ended = ended[1:]
-            del self._batches[batch.id]
+        old = [batch for batch in ended if batch.ended_at <= last]
+        recent = [batch for batch in ended if batch.ended_at > last]
+        for batch in [*old, *surplus(recent, MAX_KEPT)]:
+            if self._batches.pop(batch.id, None) is None:
+                continue  # another sweep removed it meanwhile
             self._writing.pop(batch.id, None)
             await asyncio.to_thread(self._records.remove, batch.id)
+
+
+def surplus(ended: Iterable[Batch], most: int) -> Iterator[Batch]:
+    """Yield the batches that are too many, each time the oldest of the tenant that has the most.
+
+    Args:
+        ended: Batches that have ended.
+        most: Maximum number of batches. A tenant with a name gets at most half of them.
+    """
+    by_tenant: defaultdict[str, deque[Batch]] = defaultdict(deque)
+    total = 0
+    for batch in sorted(ended, key=lambda batch: batch.ended_at):
+        by_tenant[batch.tenant].append(batch)
+        total += 1
+
+    while by_tenant:
+        tenant, own = max(by_tenant.items(), key=lambda item: len(item[1]))
+        of_tenant = max(1, most // 2) if tenant else most
+        if total <= most and len(own) <= of_tenant:
+            return
+        total -= 1
+        yield own.popleft()
 
 
 def wait_s(tries: int, retry_after_s: float | None) -> float:
@@ -476,11 +537,19 @@ def _numbers(path: Path | None) -> Iterable[int]:
     return answered_numbers(path) if path else ()
 
 
-def _expired_lines(batch: str, index: LineIndex, numbers: list[int]) -> bytes:
+def _error_lines(
+    batch: str, index: LineIndex, numbers: list[int], code: str, message: str
+) -> bytes:
     return b"".join(
-        error_line(batch, number, index.read(number).custom_id, "batch_expired", _EXPIRED)
-        for number in numbers
+        error_line(batch, number, index.read(number).custom_id, code, message) for number in numbers
     )
+
+
+def _note_failure(batch: Batch, error: Exception) -> None:
+    log.error("batch failed", exc_info=error, extra={"batch": batch.id})
+    message = "the router failed; its log names this batch"
+    batch.errors = [BatchError(code="internal_error", message=message)]
+    batch.ending = "failed"
 
 
 async def _wait_for_disk(batch: Batch, error: ServiceError) -> None:

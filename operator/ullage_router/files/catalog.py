@@ -148,11 +148,11 @@ class FileCatalog:
 
     def expired(self, now: float) -> list[StoredFile]:
         """Return the files that have expired and that no batch reads."""
-        return [
-            file
-            for file in self._files.values()
-            if file.expires_at <= now and file.id not in self._users
-        ]
+        return [file for file in self._files.values() if self.has_expired(file, now)]
+
+    def has_expired(self, file: StoredFile, now: float) -> bool:
+        """Return whether a file is in the list, has expired, and no batch reads it."""
+        return file.id in self._files and file.expires_at <= now and file.id not in self._users
 
     def page(
         self, tenant: str, now: float, *, purpose: str = "", after: str = "", order: Order = "desc"

@@ -328,6 +328,8 @@ class FileStore:
     async def sweep(self) -> None:
         """Delete the files that have expired."""
         for file in self.catalog.expired(self._clock()):
+            if not self.catalog.has_expired(file, self._clock()):
+                continue  # another sweep or a client removed it meanwhile
             self.catalog.remove(file.id)
             with contextlib.suppress(ServiceError):  # it is logged, and the next sweep tries again
                 await self._remove(file)
@@ -358,12 +360,12 @@ class FileStore:
             raise file_store_failed(error) from error
 
     async def _maintain(self) -> None:
-        while not self.is_open:
-            await asyncio.sleep(RETRY_S)
-            await self._try_to_open()
         while True:
-            await self.sweep()
-            await asyncio.sleep(SWEEP_S)
+            try:
+                await (self.sweep() if self.is_open else self._try_to_open())
+            except Exception as error:  # the next turn may succeed
+                log.error("the store of files failed", exc_info=error)
+            await asyncio.sleep(SWEEP_S if self.is_open else RETRY_S)
 
     async def _try_to_open(self) -> None:
         try:

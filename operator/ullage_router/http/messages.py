@@ -185,10 +185,7 @@ class Request:
         if self._taken_bytes <= LONG_BODY_BYTES:
             return
         self.end_turn()  # the turn of the body alone is too small
-        try:
-            self._handled = await self._room.handled.take(self._taken_bytes, self._tenant)
-        except TimeoutError as error:
-            raise bodies_full() from error
+        await self._wait_to_handle(self._taken_bytes)
 
     @property
     def max_body_bytes(self) -> int:
@@ -297,8 +294,10 @@ class Request:
         self._tenant = tenant
         while has_more:
             part, has_more = await self._receive_part(buffer.tell(), limit)
-            if not (has_more or buffer.tell()):
-                return part  # the whole body came at once, as most do
+            if not (has_more or buffer.tell()):  # the whole body came at once, as most do
+                if len(part) > LONG_BODY_BYTES:
+                    await self._wait_to_handle(len(part))
+                return part
 
             buffer.write(part)
             if buffer.tell() > LONG_BODY_BYTES:
@@ -321,7 +320,18 @@ class Request:
                 turn.add(len(part))
 
             bodies.shrink(turn, buffer.tell())
-            self._handled = await self._room.handled.take(buffer.tell(), self._tenant)
+        except TimeoutError as error:
+            raise bodies_full() from error
+        await self._wait_to_handle(buffer.tell())
+
+    async def _wait_to_handle(self, num_bytes: int) -> None:
+        """Wait for the turn in which a long body is converted to a prompt.
+
+        Raises:
+            ServiceError: No turn was free in time.
+        """
+        try:
+            self._handled = await self._room.handled.take(num_bytes, self._tenant)
         except TimeoutError as error:
             raise bodies_full() from error
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ullage_router.batches.lines import (
     MAX_ERRORS,
+    MAX_LINE_BYTES,
     LineChecker,
     LineIndex,
     Reply,
@@ -60,7 +61,10 @@ def test_right_lines_pass() -> None:
         ([line(body=[])], ("invalid_body", "body", 1)),
         ([line(body=None)], ("invalid_body", "body", 1)),
         ([line(body={"stream": True})], ("invalid_stream", "body.stream", 1)),
+        ([line(body={"stream": 1})], ("invalid_stream", "body.stream", 1)),
+        ([line(body={"stream": "true"})], ("invalid_stream", "body.stream", 1)),
         ([line(body={"a": "x" * (8 << 20)})], ("line_too_long", None, 1)),
+        ([b" " * (MAX_LINE_BYTES + 1)], ("line_too_long", None, 1)),
     ],
 )
 def test_a_wrong_line_is_named(lines: list[bytes], expected: Any) -> None:
@@ -94,6 +98,24 @@ def test_every_line_is_found_again(
     read = [index.read(number) for number in range(len(index))]
     assert [each.custom_id for each in read] == [name for name, _ in pairs]
     assert [json.loads(bytes(each.body))["id"] for each in read] == [name for name, _ in pairs]
+
+
+@pytest.mark.parametrize("blank", [b" ", b"\r", b"\t"])
+def test_a_long_blank_line_is_never_read_as_a_whole(tmp_path: Path, blank: bytes) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_bytes(line("a") + b"\n" + blank * (2 * MAX_LINE_BYTES + 4) + line("b"))
+    [error] = check_file(path, CHAT, 100).errors
+    assert (error.code, error.line) == ("line_too_long", 2)
+    with pytest.raises(ValueError, match="too long"):
+        LineIndex(path)
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_line_of_the_maximum_length_passes(tmp_path: Path, end: bytes) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_bytes(line("a").ljust(MAX_LINE_BYTES) + end + line("b"))
+    assert check_file(path, CHAT, 100).errors == []
+    assert [LineIndex(path).read(number).custom_id for number in range(2)] == ["a", "b"]
 
 
 def test_output_lines_are_those_of_openai(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ullage_common.config.router import FilesSection
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import http_status
+from ullage_router.files import store as store_module
 from ullage_router.files.catalog import StoredFile
 from ullage_router.files.folder import FileFolder
 from ullage_router.files.store import FileStore
@@ -162,6 +163,73 @@ def test_expired_files_leave_but_not_while_a_batch_reads_them(tmp_path: Path) ->
         store.catalog.unpin(pinned.id, "batch_1")
         await store.sweep()
         assert on_disk(tmp_path) == set()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_sweeps_at_the_same_time_remove_each_file_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        now = [1e9]
+        store = FileStore(section(tmp_path), clock=lambda: now[0])
+        await store.start()
+        files = [await put(store, b"x") for _ in range(5)]
+        now[0] = float(files[-1].expires_at)
+        await asyncio.gather(*[store.sweep() for _ in range(4)])
+        assert on_disk(tmp_path) == set()
+        assert (store.catalog.num_bytes, store.catalog.num_files) == (0, 0)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_file_that_is_in_use_since_the_sweep_began_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        now = [1e9]
+        store = FileStore(section(tmp_path), clock=lambda: now[0])
+        await store.start()
+        gone, pinned = [await put(store, b"x") for _ in range(2)]
+        now[0] = float(max(gone.expires_at, pinned.expires_at))
+        loop = asyncio.get_running_loop()
+        remove = store.folder.remove
+
+        def pin_and_remove(name: str) -> None:
+            loop.call_soon_threadsafe(store.catalog.pin, pinned.id, "batch_1")
+            remove(name)
+
+        monkeypatch.setattr(store.folder, "remove", pin_and_remove)
+        await store.sweep()
+        assert on_disk(tmp_path) == {f"{pinned.id}.json", f"{pinned.id}.data"}
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_sweep_that_fails_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store_module, "SWEEP_S", 0.01)
+
+    async def scenario() -> None:
+        now = [1e9]
+        store = FileStore(section(tmp_path), clock=lambda: now[0])
+        await store.start()
+        whole = store.folder
+        store.folder = FailingFolder(tmp_path, "remove", ValueError("broken"))
+        file = await put(store, b"x")
+        now[0] = float(file.expires_at)
+        async with asyncio.timeout(10):
+            while "the store of files failed" not in caplog.messages:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+        store.folder = whole
+        later = await put(store, b"x")
+        now[0] = float(later.expires_at)
+        async with asyncio.timeout(10):
+            while f"{later.id}.json" in on_disk(tmp_path):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         await store.close()
 
     asyncio.run(scenario())

@@ -115,6 +115,28 @@ def test_without_files_a_reference_names_the_field(start_service: "StartService"
     asyncio.run(scenario())
 
 
+def test_a_parameter_named_file_id_needs_no_store(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    (tmp_path / "files").write_text("no folder")
+
+    async def scenario() -> None:
+        async with start_service(
+            **with_files(tmp_path), tool_template="{{ tools | tojson }}"
+        ) as service:
+            create = service.openai.chat.completions.with_options(max_retries=0).create
+            schema = {"type": "object", "properties": {"file_id": {"type": "string"}}}
+            tools: Any = [{"type": "function", "function": {"name": "read", "parameters": schema}}]
+            turns: Any = [{"role": "user", "content": "Why?"}]
+            answer = await create(model="tiny", messages=turns, tools=tools)
+            assert answer.choices[0].message.content == "Hello big world"
+            with pytest.raises(openai.InternalServerError) as error:
+                await create(model="tiny", messages=asking("file-1"))
+            assert error.value.status_code == 503
+
+    asyncio.run(scenario())
+
+
 def test_files_of_other_tenants_cannot_be_named(
     start_service: "StartService", tmp_path: Path
 ) -> None:

@@ -1,10 +1,16 @@
 """Sends the requests of batches through the application, as if they had arrived over HTTP."""
 
 import asyncio
+import logging
+from http import HTTPStatus
 
 from ullage_router.batches.lines import Reply
+from ullage_router.errors import internal
 from ullage_router.http.limits import HTTPLimits
-from ullage_router.http.messages import BATCH_TENANT, Endpoint, Message, asgi
+from ullage_router.http.messages import BATCH_TENANT, JSON, Endpoint, Message, asgi
+from ullage_router.http.openai.errors import envelope
+
+log = logging.getLogger(__name__)
 
 
 class BatchSender:
@@ -27,7 +33,7 @@ class BatchSender:
             request_id: The request id.
         """
         headers = {
-            "content-type": "application/json",
+            "content-type": JSON,
             "content-length": f"{len(body)}",
             "x-request-id": request_id,
         }
@@ -45,6 +51,10 @@ class BatchSender:
         await self._serve(scope, receive, response.add)
         if not response.is_complete:  # `asgi` has swallowed the cancellation of this task
             raise asyncio.CancelledError
+        if not response.is_json:  # it would make the line of the output file no JSON
+            log.error("a batch's request got no JSON", extra={"request_id": request_id})
+            body = envelope(internal(request_id))
+            return Reply(HTTPStatus.INTERNAL_SERVER_ERROR, body, request_id)
         return Reply(response.status, b"".join(response.pieces), request_id, response.retry_after_s)
 
 
@@ -55,12 +65,15 @@ class _Response:
         self.status = 0
         self.pieces: list[bytes] = []
         self.retry_after_s: float | None = None
+        self.is_json = False
         self.is_complete = False
 
     async def add(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            retry_after = dict(message["headers"]).get(b"retry-after")
+            headers = dict(message["headers"])
+            self.is_json = headers.get(b"content-type") == JSON.encode()
+            retry_after = headers.get(b"retry-after")
             self.retry_after_s = float(retry_after) if retry_after else None
             return
         self.pieces.append(message["body"])

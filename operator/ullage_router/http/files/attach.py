@@ -39,9 +39,11 @@ async def attach_documents(
     data = body.peek()
     if _KEY not in data:
         return []
+    names = [name.decode() for name in _NAMED.findall(data)]
+    if not names:  # such as a body whose tools have a parameter `file_id`
+        return []
 
     store.require_open()
-    names = [name.decode() for name in _NAMED.findall(data)]
     files = {name: file for name in dict.fromkeys(names) if (file := store.get(tenant, name))}
     # A file that is named twice is in the prompt twice.
     num_bytes = sum(files[name].num_bytes for name in names if name in files)
