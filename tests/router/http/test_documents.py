@@ -124,7 +124,7 @@ def test_a_parameter_named_file_id_needs_no_store(
         async with start_service(
             **with_files(tmp_path), tool_template="{{ tools | tojson }}"
         ) as service:
-            create = service.openai.chat.completions.with_options(max_retries=0).create
+            create = service.openai.with_options(max_retries=0).chat.completions.create
             schema = {"type": "object", "properties": {"file_id": {"type": "string"}}}
             tools: Any = [{"type": "function", "function": {"name": "read", "parameters": schema}}]
             turns: Any = [{"role": "user", "content": "Why?"}]
