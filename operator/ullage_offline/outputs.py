@@ -11,6 +11,7 @@ _REASONS = {
     inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 """Why whole answers end. Answers with another reason are incomplete."""
+NO_END = "its stream ended early"
 
 
 @dataclass
@@ -76,7 +77,10 @@ class RequestOutput:
 
 
 class IncompleteAnswer(Exception):
-    """Raised if an answer was cut off by the loss of an engine or by the end of a router."""
+    """Raised if an answer was cut off: by a time limit, a lost engine, or the end of a router.
+
+    The message says why.
+    """
 
 
 def read_answer(
@@ -95,10 +99,11 @@ def read_answer(
         IncompleteAnswer: an answer did not come to its end.
     """
     if not responses:
-        raise IncompleteAnswer
+        raise IncompleteAnswer(NO_END)
     accepted = responses[0].accepted
     outputs = [CompletionOutput(index) for index in range(request.samples.n or 1)]
     cached_tokens = 0
+    cut = NO_END
     for response in responses:
         match response.WhichOneof("event"):
             case "delta":
@@ -108,12 +113,13 @@ def read_answer(
                 _end(outputs[ended.sample], ended.reason, ended.stop_string, request)
             case "finished":
                 cached_tokens = response.finished.usage.cached_tokens
+                cut = _cut_reason(response.finished)
                 if len(outputs) == 1:
                     reason = response.finished.reason
                     _end(outputs[0], reason, response.finished.stop_string, request)
 
     if any(output.finish_reason is None for output in outputs):
-        raise IncompleteAnswer
+        raise IncompleteAnswer(cut)
     return RequestOutput(
         request_id=accepted.request_id,
         prompt=prompt,
@@ -122,6 +128,16 @@ def read_answer(
         num_cached_tokens=cached_tokens,
         degraded=list(accepted.degraded),
     )
+
+
+def _cut_reason(finished: inference_pb2.Finished) -> str:
+    """Return why an answer is incomplete, if it is."""
+    if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
+        return "the service cancelled it"
+    # Routers name the loss of an engine in this field.
+    if finished.stop_string:
+        return f"{finished.stop_string}: its engine was lost, and no other one continued it"
+    return "a time limit ended it; set a longer spec limits.requestTimeout or a lower max_tokens"
 
 
 def _add(
