@@ -12,7 +12,7 @@ from tqdm import tqdm
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_cli.background import BackgroundService, StatusLine
 from ullage_common.wire.channels import open_blocking_channel
-from ullage_offline.arguments import manifest_of, refuse, service_of
+from ullage_offline.arguments import manifest_of, refuse_others, service_of
 from ullage_offline.client import Asked, RequestError, ServiceLost, ask_all
 from ullage_offline.outputs import RequestOutput
 from ullage_offline.sampling import (
@@ -129,6 +129,7 @@ class LLM:
         *,
         use_tqdm: Progress = True,
         lora_request: None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer prompts, and return the answers in the order of the prompts.
 
@@ -138,12 +139,13 @@ class LLM:
             sampling_params: parameters of all prompts, or of each one. None takes the model's own.
             use_tqdm: whether to show a progress bar, or the function that makes one.
             lora_request: must be None, since adapters are not supported here.
+            others: further arguments of vLLM, which are refused by name with the remedy.
 
         Raises:
             ValueError: a prompt or parameter is invalid, or a prompt exceeds the context.
             RuntimeError: the service has ended, or an engine fails on a request.
         """
-        _refuse_lora(lora_request)
+        refuse_others({"lora_request": lora_request, **others})
         given = _prompts(prompts)
         # Most prompts share one object of parameters, which is converted once.
         templates: dict[int, Request] = {}
@@ -166,6 +168,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, and return the answers in the order of the conversations.
 
@@ -178,12 +181,13 @@ class LLM:
             continue_final_message: whether the answer continues the last message.
             tools: functions that the model may call. Calls are in `tool_calls` of the outputs.
             chat_template_kwargs: variables of the chat template.
+            others: as for `generate`.
 
         Raises:
             ValueError: a message or parameter is invalid, or a prompt exceeds the context.
             RuntimeError: the service has ended, or an engine fails on a request.
         """
-        _refuse_lora(lora_request)
+        refuse_others({"lora_request": lora_request, **others})
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message or None,
@@ -271,11 +275,6 @@ def _concurrency(service: Service) -> int:
     spec = service.spec
     num_engines = max(1, sum(pool.replicas for pool in spec.pools.values()))
     return min(WAITING_SHARE * spec.batching.max_sequences * num_engines, MAX_CONCURRENCY)
-
-
-def _refuse_lora(lora_request: Any) -> None:
-    if lora_request is not None:
-        raise refuse("lora_request", lora_request)
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -68,7 +68,9 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Log-probabilities by token id, for each token of the prompt, and None for the first one. The
+    list is None unless they were asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was reused."""
     lora_request: None = None
@@ -104,9 +106,11 @@ def read_answer(
     outputs = [CompletionOutput(index) for index in range(request.samples.n or 1)]
     cached_tokens = 0
     cut = NO_END
+    scored: list[inference_pb2.TokenLogprob] = []
     for response in responses:
         match response.WhichOneof("event"):
             case "delta":
+                scored += response.delta.prompt_logprobs.tokens
                 _add(outputs[response.delta.sample], response.delta, request)
             case "sample_finished":
                 ended = response.sample_finished
@@ -125,6 +129,7 @@ def read_answer(
         prompt=prompt,
         prompt_token_ids=list(accepted.prompt_token_ids),
         outputs=outputs,
+        prompt_logprobs=_prompt_logprobs(scored, request),
         num_cached_tokens=cached_tokens,
         degraded=list(accepted.degraded),
     )
@@ -166,8 +171,17 @@ def _logprobs(entry: inference_pb2.TokenLogprob) -> dict[int, Logprob]:
         each.token_id: Logprob(each.logprob, rank, each.token)
         for rank, each in enumerate(entry.top, start=1)
     }
-    chosen = top.pop(entry.token_id, Logprob(entry.logprob, None, entry.token))
+    chosen = top.pop(entry.token_id, Logprob(entry.logprob, entry.rank or None, entry.token))
     return {entry.token_id: chosen, **top}
+
+
+def _prompt_logprobs(
+    scored: Sequence[inference_pb2.TokenLogprob], request: inference_pb2.GenerateRequest
+) -> list[dict[int, Logprob] | None] | None:
+    """Return the log-probabilities of a prompt's tokens. The first token has none."""
+    if not request.output.HasField("prompt_logprobs"):
+        return None
+    return [None, *(_logprobs(entry) for entry in scored[1:])]
 
 
 def _end(
