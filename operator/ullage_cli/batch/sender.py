@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from ullage_cli.batch.lines import FIRST_ERROR, Request
+from ullage_cli.batch.lines import SUCCESS, Request
 from ullage_operator.api.errors import LocalFailure
 
 CONNECT_S = 10.0
@@ -29,7 +29,10 @@ MAX_ERROR_CHARS = 300
 
 BUSY = (429, 503)
 FAULTS = (408, 500, 502, 504)
-FORBIDDEN = (401, 403)
+UNAUTHORIZED = 401
+REDIRECTS = range(300, 400)
+BAD_GATEWAY = 502
+"""Status of an answer with the status of success that is not JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Answer:
 
     @property
     def is_failed(self) -> bool:
-        return self.status >= FIRST_ERROR
+        return self.status not in SUCCESS
 
 
 @dataclass
@@ -116,7 +119,7 @@ class BatchSender:
         """Return the names of the served models (empty if the server does not list them).
 
         Raises:
-            LocalFailure: the server does not answer, or refuses the API key.
+            LocalFailure: the server does not answer, refuses the API key, or redirects.
         """
         try:
             response = await self._http.get(f"{self._url}/v1/models", timeout=CONNECT_S)
@@ -125,7 +128,7 @@ class BatchSender:
                 f"--url {self._url}: {error or type(error).__name__}; start the server, or give "
                 "another URL"
             ) from None
-        self._check_key(response)
+        self._check_server(response)
         try:
             listed = response.json()["data"]
             return {str(model["id"]) for model in listed}
@@ -136,7 +139,7 @@ class BatchSender:
         """Send a request until its answer counts.
 
         Raises:
-            LocalFailure: the server has ended or does not answer, or refuses the API key.
+            LocalFailure: the server has ended, does not answer, refuses the API key, or redirects.
         """
         tries = Tries(time.monotonic())
         while True:
@@ -153,20 +156,32 @@ class BatchSender:
                 continue
 
             tries.lost_at = None
-            tries.faults += response.status_code in FAULTS
-            self._check_key(response)
+            self._check_server(response)
+            answer = _answer(response)
+            tries.faults += answer.status in FAULTS
             retry_after_s = seconds_of(response.headers.get("retry-after", ""))
-            pause = pause_s(tries, response.status_code, retry_after_s, time.monotonic())
+            pause = pause_s(tries, answer.status, retry_after_s, time.monotonic())
             if pause is None:
-                request_id = response.headers.get("x-request-id", "")
-                return Answer(response.status_code, request_id, _body(response))
+                return answer
             await asyncio.sleep(pause)
 
-    def _check_key(self, response: httpx.Response) -> None:
-        if response.status_code in FORBIDDEN:
+    def _check_server(self, response: httpx.Response) -> None:
+        """Raise an error if no request can be answered by this server with these options.
+
+        Raises:
+            LocalFailure: the server refuses the API key, or redirects.
+        """
+        status = response.status_code
+        if status == UNAUTHORIZED:
             raise LocalFailure(
-                f"{self._url} answers {response.status_code}: {response.text[:MAX_ERROR_CHARS]}; "
+                f"{self._url} answers {status}: {response.text[:MAX_ERROR_CHARS]}; "
                 "set --api-key or ULLAGE_API_KEY"
+            )
+        if status in REDIRECTS:
+            location = response.headers.get("location", "no Location")
+            raise LocalFailure(
+                f"--url {self._url}: {response.url.path} answers {status} ({location}); give the "
+                "URL of the server itself"
             )
 
     def _check_lost(self, tries: Tries, error: httpx.TransportError) -> None:
@@ -196,10 +211,18 @@ def seconds_of(header: str) -> float | None:
     return seconds if 0 <= seconds < math.inf else None
 
 
-def _body(response: httpx.Response) -> Any:
-    """Return the parsed body of an answer. Other text becomes the message of an error."""
+def _answer(response: httpx.Response) -> Answer:
+    """Return an answer. Text that is not JSON becomes the message of an error."""
+    status = response.status_code
+    request_id = response.headers.get("x-request-id", "")
     try:
-        return msgspec.json.decode(response.content)
+        return Answer(status, request_id, msgspec.json.decode(response.content))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         message = response.text[:MAX_ERROR_CHARS]
-        return {"error": {"message": message, "type": "not_json", "param": None, "code": None}}
+
+    # A page of a proxy says nothing about the request, and is no success.
+    if status in SUCCESS:
+        message = f"the server answers {status} with a body that is not JSON: {message}"
+        status = BAD_GATEWAY
+    error = {"message": message, "type": "not_json", "param": None, "code": None}
+    return Answer(status, request_id, {"error": error})

@@ -187,17 +187,46 @@ def test_failures_are_lines_too(
     server.respond = lambda number, body: (
         (400, {}, b'{"error": {"message": "no"}}')
         if body["prompt"] == "p1"
-        else (200, {}, b"<html>")
+        else (403, {}, b"<html>")
     )
     assert main(arguments(tmp_path, server.url)) == 1
     answered = outputs(tmp_path)
     assert answered["r1"]["response"]["status_code"] == 400
     assert answered["r1"]["response"]["body"] == {"error": {"message": "no"}}
+    assert answered["r0"]["response"]["status_code"] == 403
     assert answered["r0"]["response"]["body"]["error"]["message"] == "<html>"
     assert answered[None]["error"]["line"] == 3
-    assert "3 answers, 2 of them failed" in capsys.readouterr().out
+    assert "3 answers, 3 of them failed" in capsys.readouterr().out
     # The failures of the first run decide the status of the second one.
     assert main(arguments(tmp_path, server.url)) == 1
+
+
+def test_a_page_is_no_answer(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_cli.batch.sender.FIRST_PAUSE_S", 0.01)
+    write_input(tmp_path, 2)
+    server.respond = lambda number, body: (
+        (200, {}, b"<html>") if body["prompt"] == "p1" else (200, {}, b"{}")
+    )
+    assert main(arguments(tmp_path, server.url)) == 1
+    response = outputs(tmp_path)["r1"]["response"]
+    assert response["status_code"] == 502
+    assert (
+        "answers 200 with a body that is not JSON: <html>" in response["body"]["error"]["message"]
+    )
+    assert len(server.bodies) == 1 + MAX_FAULTS
+    assert main(arguments(tmp_path, server.url)) == 1
+
+
+def test_a_redirect_stops_a_batch_without_lines(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_input(tmp_path, 2)
+    server.respond = lambda number, body: (307, {"location": "https://elsewhere/login"}, b"")
+    assert main(arguments(tmp_path, server.url)) == 2
+    assert "/v1/completions answers 307 (https://elsewhere/login)" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").read_bytes()
 
 
 def test_what_stops_a_batch(
@@ -242,7 +271,7 @@ def test_another_model_is_refused_before_anything_is_sent(
 
 def test_a_key_that_ends_stops_the_batch_without_lines(server: Server, tmp_path: Path) -> None:
     write_input(tmp_path, 8)
-    server.respond = lambda number, body: (200, {}, b"{}") if number <= 3 else (403, {}, b"over")
+    server.respond = lambda number, body: (200, {}, b"{}") if number <= 3 else (401, {}, b"over")
     assert main(arguments(tmp_path, server.url, "--concurrency", "1")) == 2
     assert len(outputs(tmp_path)) == 3
 
