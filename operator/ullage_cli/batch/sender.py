@@ -17,6 +17,9 @@ from ullage_operator.api.errors import LocalFailure
 CONNECT_S = 10.0
 READ_S = 24 * 3600.0
 """Longest silence of a server before an answer. A request may wait and run for hours."""
+PROBE_INTERVAL_S = 60.0
+"""Seconds of silence after which the server is asked for its models, to see whether it runs."""
+PROBE_TIMEOUT_S = 30.0
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 MAX_REFUSED_S = 3600.0
@@ -97,10 +100,12 @@ class BatchSender:
     ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._failure = failure
+        self._answered_at = time.monotonic()
+        self._probing = asyncio.Lock()
         self._http = httpx.AsyncClient(
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=concurrency),
+            limits=httpx.Limits(max_connections=concurrency + 1),  # and a probe
             trust_env=False,
         )
 
@@ -145,11 +150,7 @@ class BatchSender:
         while True:
             tries.count += 1
             try:
-                response = await self._http.post(
-                    f"{self._url}{request.url}",
-                    content=request.body,
-                    headers={"content-type": "application/json"},
-                )
+                response = await self._post(request)
             except httpx.TransportError as error:
                 self._check_lost(tries, error)
                 await asyncio.sleep(tries.backoff_s)
@@ -164,6 +165,52 @@ class BatchSender:
             if pause is None:
                 return answer
             await asyncio.sleep(pause)
+
+    async def _post(self, request: Request) -> httpx.Response:
+        """Send a request once, and probe the server while it is silent.
+
+        Raises:
+            TransportError: the request was not answered.
+            LocalFailure: the server has ended, or does not answer probes either.
+        """
+        sent_at = time.monotonic()
+        posting = asyncio.create_task(
+            self._http.post(
+                f"{self._url}{request.url}",
+                content=request.body,
+                headers={"content-type": "application/json"},
+            )
+        )
+        try:
+            while not (await asyncio.wait({posting}, timeout=PROBE_INTERVAL_S))[0]:
+                await self._probe(sent_at)
+            response = await posting
+        except BaseException:
+            posting.cancel()
+            raise
+        self._answered_at = time.monotonic()
+        return response
+
+    async def _probe(self, sent_at: float) -> None:
+        """Ask a silent server for its models. One probe is under way at a time.
+
+        Args:
+            sent_at: monotonic time in seconds at which the waiting request was sent.
+
+        Raises:
+            LocalFailure: the server has ended, or has answered nothing for MAX_LOST_S.
+        """
+        async with self._probing:
+            if time.monotonic() - self._answered_at < PROBE_INTERVAL_S:
+                return
+            if reason := self._failure():
+                raise LocalFailure(f"the service has ended: {reason}")
+            try:
+                await self._http.get(f"{self._url}/v1/models", timeout=PROBE_TIMEOUT_S)
+                self._answered_at = time.monotonic()
+            except httpx.TransportError as error:
+                if time.monotonic() - max(self._answered_at, sent_at) > MAX_LOST_S:
+                    raise self._lost(error) from None
 
     def _check_server(self, response: httpx.Response) -> None:
         """Raise an error if no request can be answered by this server with these options.
@@ -196,10 +243,13 @@ class BatchSender:
         if tries.lost_at is None:
             tries.lost_at = now
         if now - tries.lost_at > MAX_LOST_S:
-            raise LocalFailure(
-                f"{self._url} has not answered for {MAX_LOST_S:.0f} s "
-                f"({error or type(error).__name__}); run the same command to go on"
-            )
+            raise self._lost(error)
+
+    def _lost(self, error: httpx.TransportError) -> LocalFailure:
+        return LocalFailure(
+            f"{self._url} has not answered for {MAX_LOST_S:.0f} s "
+            f"({str(error) or type(error).__name__}); run the same command to go on"
+        )
 
 
 def seconds_of(header: str) -> float | None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,6 +31,8 @@ class Server:
         self.is_open = threading.Event()
         """Set while answers may leave."""
         self.is_open.set()
+        self.on_probe: Callable[[], object] = lambda: None
+        """Called before each answer to a GET."""
         self.arrived = threading.Semaphore(0)
         self._running = 0
         self._lock = threading.Lock()
@@ -65,6 +68,7 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                server.on_probe()
                 if "wrong" in self.headers.get("authorization", ""):
                     self._send(401, {}, b"no such key")
                 else:
@@ -305,6 +309,45 @@ def test_a_stopped_batch_goes_on(server: Server, tmp_path: Path, number: int) ->
     server.is_open.set()
     assert main(arguments(tmp_path, server.url)) == 0
     assert set(outputs(tmp_path)) == {f"r{n}" for n in range(40)}
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ullage_cli.batch.sender.PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr("ullage_cli.batch.sender.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("ullage_cli.batch.sender.MAX_LOST_S", 0.5)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_hung_server_stops_a_batch(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_input(tmp_path, 3)
+    server.is_open.clear()
+
+    def hang() -> None:
+        if server.bodies:
+            server.is_open.wait()
+
+    server.on_probe = hang
+    assert main(arguments(tmp_path, server.url, "--concurrency", "2")) == 2
+    assert "has not answered for 0 s (ReadTimeout)" in capsys.readouterr().err
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_slow_server_that_answers_probes_is_waited_for(server: Server, tmp_path: Path) -> None:
+    write_input(tmp_path, 3)
+    server.is_open.clear()
+    began_at = time.monotonic()
+
+    def open_late() -> None:
+        if time.monotonic() - began_at > 1.5:  # three times as long as a lost server is waited for
+            server.is_open.set()
+
+    server.on_probe = open_late
+    assert main(arguments(tmp_path, server.url)) == 0
+    assert len(server.bodies) == 3
 
 
 def test_when_a_request_is_sent_again(subtests: pytest.Subtests) -> None:
