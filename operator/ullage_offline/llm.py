@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -70,6 +71,7 @@ class LLM:
         device: auto, cuda or cpu.
         engine: auto, native or vllm.
         spec: any other fields of an LLMService's spec.
+        secrets: folder with one folder per Secret that spec names, with one file per key.
         show_progress: whether to show the progress of the start on standard error.
         others: further arguments of vLLM. They are refused by name, with the remedy, if they would
             change something.
@@ -80,7 +82,13 @@ class LLM:
     """
 
     def __init__(
-        self, model: str, *, seed: int | None = None, show_progress: bool = True, **others: Any
+        self,
+        model: str,
+        *,
+        seed: int | None = None,
+        secrets: str | Path | None = None,
+        show_progress: bool = True,
+        **others: Any,
     ) -> None:
         if others.get("tokenizer") == model:
             del others["tokenizer"]
@@ -95,7 +103,9 @@ class LLM:
         self._is_closed = False
         with StatusLine() as status:
             on_progress = status.show if show_progress else None
-            self._background = BackgroundService(manifest, on_progress=on_progress)
+            self._background = BackgroundService(
+                manifest, on_progress=on_progress, secrets=Path(secrets) if secrets else None
+            )
             try:
                 self._background.start()
             except LocalFailure as error:

@@ -253,6 +253,7 @@ def test_what_stops_a_batch(
         "has an answer to 'zz', which": ["-o", str(tmp_path / "stranger.jsonl")],
         "lines 1 and 3 have the custom_id 'r0'": ["-i", str(twice)],
         "No such file or directory": ["-i", str(tmp_path / "none.jsonl")],
+        "--secrets is for the manifest of -f": ["--secrets", str(tmp_path)],
         "--served-model-name is for --model": ["--served-model-name", "x"],
         "--url http://127.0.0.1:9: ": ["--url", "http://127.0.0.1:9"],
     }
