@@ -169,6 +169,8 @@ def _open(options: argparse.Namespace, stack: contextlib.ExitStack) -> Batch:
     output_path = options.output_file
     try:
         source = stack.enter_context(source_path.open("rb"))
+        if not source.seekable():
+            raise LocalFailure(f"-i {source_path}: is no regular file; write the requests to one")
         output = stack.enter_context(output_path.open("a+b", buffering=0))
         if os.path.samestat(os.fstat(source.fileno()), os.fstat(output.fileno())):
             raise LocalFailure(f"-o {output_path}: is the input, too; choose another file")

@@ -246,6 +246,8 @@ def test_what_stops_a_batch(
     )
     twice = tmp_path / "twice.jsonl"
     twice.write_text((tmp_path / "in.jsonl").read_text() * 2)
+    pipe, other_end = os.pipe()
+    os.close(other_end)
     cases = {
         "answers 401: no such key; set --api-key": ["--api-key", "wrong"],
         "in.jsonl: is the input, too": ["-o", str(tmp_path / "in.jsonl")],
@@ -254,6 +256,7 @@ def test_what_stops_a_batch(
         "lines 1 and 3 have the custom_id 'r0'": ["-i", str(twice)],
         "No such file or directory": ["-i", str(tmp_path / "none.jsonl")],
         "--secrets is for the manifest of -f": ["--secrets", str(tmp_path)],
+        "is no regular file": ["-i", f"/dev/fd/{pipe}"],
         "--served-model-name is for --model": ["--served-model-name", "x"],
         "--url http://127.0.0.1:9: ": ["--url", "http://127.0.0.1:9"],
     }
@@ -261,6 +264,7 @@ def test_what_stops_a_batch(
         with subtests.test(message):
             assert main(arguments(tmp_path, server.url, *more)) == 2
             assert message in capsys.readouterr().err
+    os.close(pipe)
     assert not server.bodies
     assert (tmp_path / "other.jsonl").read_text() == "hello"
 
