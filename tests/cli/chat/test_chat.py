@@ -161,6 +161,14 @@ def test_a_server_that_is_not_there() -> None:
     assert "start a service with ullage serve" in str(failed.value)
 
 
+def test_variables_of_a_proxy_do_not_apply(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with ChatClient(server.url) as client:
+        assert client.models() == ["model-a"]
+
+
 def test_a_conversation_and_its_commands(tmp_path: Path) -> None:
     conversation = Conversation()
     conversation.command("/system Be brief.")
