@@ -54,6 +54,7 @@ class BackgroundService:
         manifest: the file or the object of an LLMService.
         bases: files of the LLMServiceBases that it names.
         on_progress: called with a line of text whenever the progress of the start changes.
+        secrets: folder with one folder per Secret that the manifest names, or None.
 
     state
         addresses and process ids of the ready service, as in state.json
@@ -64,10 +65,12 @@ class BackgroundService:
         manifest: Path | Mapping[str, Any],
         bases: Sequence[Path] = (),
         on_progress: OnProgress | None = None,
+        secrets: Path | None = None,
     ) -> None:
         self.state: dict[str, Any] = {}
         self._manifest = manifest
         self._bases = bases
+        self._secrets = secrets
         self._output = _Output(on_progress or (lambda text: None))
         self._stop: Callable[[], object] = lambda: None
 
@@ -111,6 +114,8 @@ class BackgroundService:
         command += ["--http-port", "0", "--grpc-port", "0"]
         for base in self._bases:
             command += ["--base", str(base)]
+        if self._secrets:
+            command += ["--secrets", str(self._secrets)]
 
         process = subprocess.Popen(
             command,

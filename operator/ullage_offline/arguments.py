@@ -35,7 +35,8 @@ _GENERATION_CONFIGS = {"auto": True, "vllm": False}
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
-    "enforce_eager": (False,),
+    # No answer depends on whether steps are recorded as CUDA graphs.
+    "enforce_eager": (False, True),
     "enable_lora": (False,),
     "skip_tokenizer_init": (False,),
     "cpu_offload_gb": (0,),
@@ -53,6 +54,9 @@ _REMEDIES = {
     "trust_remote_code": "leave it out: no code of a model is run",
     "enable_lora": "serve adapters with spec.adapters, and ask the service over HTTP",
     "lora_request": "serve adapters with spec.adapters, and ask the service over HTTP",
+    "priority": "put urgent prompts first: they are sent in the order of the list",
+    "chat_template": "render the prompts yourself, and give their texts to generate",
+    "prompt_token_ids": "give generate the prompt {'prompt_token_ids': ids}",
     "swap_space": "set spec={'memory': {'hostKV': '4Gi'}} for host memory of preempted sequences",
     "cpu_offload_gb": "take a smaller quantization, or a larger tensor_parallel_size",
     "max_num_batched_tokens": "set spec={'batching': {'prefillChunkTokens': N}}",
@@ -96,7 +100,7 @@ def manifest_of(
     Raises:
         ValueError: an argument has an invalid value, or is one that Ullage does not support.
     """
-    _refuse_others(others)
+    refuse_others(others)
     pool = {
         "gpus": tensor_parallel_size * pipeline_parallel_size,
         "parallelism": {"tensor": tensor_parallel_size, "pipeline": pipeline_parallel_size},
@@ -150,16 +154,21 @@ def service_of(manifest: Mapping[str, Any]) -> Service:
         raise ValueError(str(error)) from None
 
 
-def refuse(name: str, value: Any) -> ValueError:
+def _refusal(name: str, value: Any) -> ValueError:
     """Return the error for an argument that Ullage does not support."""
     remedy = _REMEDIES.get(name) or _OTHER.format(name=name)
     return ValueError(f"{name}={value!r} is not supported by ullage.LLM; {remedy}")
 
 
-def _refuse_others(others: Mapping[str, Any]) -> None:
+def refuse_others(others: Mapping[str, Any]) -> None:
+    """Raise an error if an argument would change something, and is not supported.
+
+    Raises:
+        ValueError: an argument is not supported.
+    """
     for name, value in others.items():
         if value is not None and value not in _NEUTRAL.get(name, ()):
-            raise refuse(name, value)
+            raise _refusal(name, value)
 
 
 def _choice(name: str, value: str, choices: Mapping[str, Any]) -> Any:

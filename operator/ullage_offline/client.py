@@ -1,9 +1,11 @@
 """Sends requests to the router of a service, as many at a time as the service can use.
 
 A request that the service refuses for now waits as long as the refusal says, in the place of
-another one. A request whose router or engine is lost is sent again.
+another one. A request whose router or engine is lost is sent again, as is one whose answer is cut
+off, up to MAX_FAULTS times in a row.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -19,7 +21,9 @@ from ullage_offline.outputs import IncompleteAnswer, RequestOutput, read_answer
 PAUSE_S = 1.0
 """Seconds before a request is sent again, if no answer says how long to wait."""
 MAX_FAULTS = 5
-"""Number of internal errors after which a request is given up."""
+"""Number of internal errors and incomplete answers in a row after which a request is given up."""
+
+log = logging.getLogger(__name__)
 
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED)
 """Statuses of requests whose router or engine is lost. `ullage up` restarts both."""
@@ -38,10 +42,10 @@ class RequestError(Exception):
         whether the request itself is the reason
     """
 
-    def __init__(self, index: int, error: ServiceError) -> None:
-        super().__init__(error.message)
+    def __init__(self, index: int, message: str, *, is_invalid: bool = False) -> None:
+        super().__init__(message)
         self.index = index
-        self.is_invalid = error.code is grpc.StatusCode.INVALID_ARGUMENT
+        self.is_invalid = is_invalid
 
 
 class ServiceLost(Exception):
@@ -80,6 +84,16 @@ def ask_all(
             threads.shutdown(cancel_futures=True)
 
 
+def faults_after(faults: int, error: ServiceError) -> int:
+    """Return the number of consecutive faults of a request after an error.
+
+    A lost router or engine neither adds to it nor ends the row.
+    """
+    if error.code in _FAULTS:
+        return faults + 1
+    return faults if error.code in _LOST else 0
+
+
 class _Asker:
     """Sends requests from several threads until it is cancelled."""
 
@@ -106,14 +120,21 @@ class _Asker:
         while not self._cancelled.is_set():
             try:
                 return index, read_answer(request, self._responses(request), prompt)
-            except IncompleteAnswer:
+            except IncompleteAnswer as cut:
+                faults += 1
+                if faults >= MAX_FAULTS:
+                    raise RequestError(
+                        index, f"its answer was cut off {faults} times in a row: {cut}"
+                    ) from None
+                log.warning("request %d is sent again, as its answer was cut off: %s", index, cut)
                 pause_s = PAUSE_S
             except grpc.RpcError as failed:
                 assert isinstance(failed, grpc.Call)
                 error = from_rpc_error(failed)
-                faults += error.code in _FAULTS
+                is_invalid = error.code is grpc.StatusCode.INVALID_ARGUMENT
+                faults = faults_after(faults, error)
                 if error.retry_after_s is None and not self._is_passing(error, faults):
-                    raise RequestError(index, error) from None
+                    raise RequestError(index, error.message, is_invalid=is_invalid) from None
                 pause_s = error.retry_after_s or PAUSE_S
 
             if not self._cancelled.is_set() and (reason := self._failure()):

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_cli.background import BackgroundService, StatusLine
 from ullage_common.wire.channels import open_blocking_channel
-from ullage_offline.arguments import manifest_of, refuse, service_of
+from ullage_offline.arguments import manifest_of, refuse_others, service_of
 from ullage_offline.client import Asked, RequestError, ServiceLost, ask_all
 from ullage_offline.outputs import RequestOutput
 from ullage_offline.sampling import (
@@ -70,6 +71,7 @@ class LLM:
         device: auto, cuda or cpu.
         engine: auto, native or vllm.
         spec: any other fields of an LLMService's spec.
+        secrets: folder with one folder per Secret that spec names, with one file per key.
         show_progress: whether to show the progress of the start on standard error.
         others: further arguments of vLLM. They are refused by name, with the remedy, if they would
             change something.
@@ -80,7 +82,13 @@ class LLM:
     """
 
     def __init__(
-        self, model: str, *, seed: int | None = None, show_progress: bool = True, **others: Any
+        self,
+        model: str,
+        *,
+        seed: int | None = None,
+        secrets: str | Path | None = None,
+        show_progress: bool = True,
+        **others: Any,
     ) -> None:
         if others.get("tokenizer") == model:
             del others["tokenizer"]
@@ -95,7 +103,9 @@ class LLM:
         self._is_closed = False
         with StatusLine() as status:
             on_progress = status.show if show_progress else None
-            self._background = BackgroundService(manifest, on_progress=on_progress)
+            self._background = BackgroundService(
+                manifest, on_progress=on_progress, secrets=Path(secrets) if secrets else None
+            )
             try:
                 self._background.start()
             except LocalFailure as error:
@@ -129,6 +139,7 @@ class LLM:
         *,
         use_tqdm: Progress = True,
         lora_request: None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer prompts, and return the answers in the order of the prompts.
 
@@ -138,12 +149,13 @@ class LLM:
             sampling_params: parameters of all prompts, or of each one. None takes the model's own.
             use_tqdm: whether to show a progress bar, or the function that makes one.
             lora_request: must be None, since adapters are not supported here.
+            others: further arguments of vLLM, which are refused by name with the remedy.
 
         Raises:
             ValueError: a prompt or parameter is invalid, or a prompt exceeds the context.
             RuntimeError: the service has ended, or an engine fails on a request.
         """
-        _refuse_lora(lora_request)
+        refuse_others({"lora_request": lora_request, **others})
         given = _prompts(prompts)
         # Most prompts share one object of parameters, which is converted once.
         templates: dict[int, Request] = {}
@@ -166,6 +178,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, and return the answers in the order of the conversations.
 
@@ -178,12 +191,13 @@ class LLM:
             continue_final_message: whether the answer continues the last message.
             tools: functions that the model may call. Calls are in `tool_calls` of the outputs.
             chat_template_kwargs: variables of the chat template.
+            others: as for `generate`.
 
         Raises:
             ValueError: a message or parameter is invalid, or a prompt exceeds the context.
             RuntimeError: the service has ended, or an engine fails on a request.
         """
-        _refuse_lora(lora_request)
+        refuse_others({"lora_request": lora_request, **others})
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message or None,
@@ -271,11 +285,6 @@ def _concurrency(service: Service) -> int:
     spec = service.spec
     num_engines = max(1, sum(pool.replicas for pool in spec.pools.values()))
     return min(WAITING_SHARE * spec.batching.max_sequences * num_engines, MAX_CONCURRENCY)
-
-
-def _refuse_lora(lora_request: Any) -> None:
-    if lora_request is not None:
-        raise refuse("lora_request", lora_request)
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -11,6 +11,7 @@ _REASONS = {
     inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 """Why whole answers end. Answers with another reason are incomplete."""
+NO_END = "its stream ended early"
 
 
 @dataclass
@@ -67,7 +68,9 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Log-probabilities by token id, for each token of the prompt, and None for the first one. The
+    list is None unless they were asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was reused."""
     lora_request: None = None
@@ -76,7 +79,10 @@ class RequestOutput:
 
 
 class IncompleteAnswer(Exception):
-    """Raised if an answer was cut off by the loss of an engine or by the end of a router."""
+    """Raised if an answer was cut off: by a time limit, a lost engine, or the end of a router.
+
+    The message says why.
+    """
 
 
 def read_answer(
@@ -95,33 +101,48 @@ def read_answer(
         IncompleteAnswer: an answer did not come to its end.
     """
     if not responses:
-        raise IncompleteAnswer
+        raise IncompleteAnswer(NO_END)
     accepted = responses[0].accepted
     outputs = [CompletionOutput(index) for index in range(request.samples.n or 1)]
     cached_tokens = 0
+    cut = NO_END
+    scored: list[inference_pb2.TokenLogprob] = []
     for response in responses:
         match response.WhichOneof("event"):
             case "delta":
+                scored += response.delta.prompt_logprobs.tokens
                 _add(outputs[response.delta.sample], response.delta, request)
             case "sample_finished":
                 ended = response.sample_finished
                 _end(outputs[ended.sample], ended.reason, ended.stop_string, request)
             case "finished":
                 cached_tokens = response.finished.usage.cached_tokens
+                cut = _cut_reason(response.finished)
                 if len(outputs) == 1:
                     reason = response.finished.reason
                     _end(outputs[0], reason, response.finished.stop_string, request)
 
     if any(output.finish_reason is None for output in outputs):
-        raise IncompleteAnswer
+        raise IncompleteAnswer(cut)
     return RequestOutput(
         request_id=accepted.request_id,
         prompt=prompt,
         prompt_token_ids=list(accepted.prompt_token_ids),
         outputs=outputs,
+        prompt_logprobs=_prompt_logprobs(scored, request),
         num_cached_tokens=cached_tokens,
         degraded=list(accepted.degraded),
     )
+
+
+def _cut_reason(finished: inference_pb2.Finished) -> str:
+    """Return why an answer is incomplete, if it is."""
+    if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
+        return "the service cancelled it"
+    # Routers name the loss of an engine in this field.
+    if finished.stop_string:
+        return f"{finished.stop_string}: its engine was lost, and no other one continued it"
+    return "a time limit ended it; set a longer spec limits.requestTimeout or a lower max_tokens"
 
 
 def _add(
@@ -150,8 +171,17 @@ def _logprobs(entry: inference_pb2.TokenLogprob) -> dict[int, Logprob]:
         each.token_id: Logprob(each.logprob, rank, each.token)
         for rank, each in enumerate(entry.top, start=1)
     }
-    chosen = top.pop(entry.token_id, Logprob(entry.logprob, None, entry.token))
+    chosen = top.pop(entry.token_id, Logprob(entry.logprob, entry.rank or None, entry.token))
     return {entry.token_id: chosen, **top}
+
+
+def _prompt_logprobs(
+    scored: Sequence[inference_pb2.TokenLogprob], request: inference_pb2.GenerateRequest
+) -> list[dict[int, Logprob] | None] | None:
+    """Return the log-probabilities of a prompt's tokens. The first token has none."""
+    if not request.output.HasField("prompt_logprobs"):
+        return None
+    return [None, *(_logprobs(entry) for entry in scored[1:])]
 
 
 def _end(

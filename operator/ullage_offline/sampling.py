@@ -73,13 +73,15 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    """Words that an answer must not complete."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the tokens of the prompt. The prompt is computed without cached KV."""
 
     # Fields that Ullage does not support, with the only values that it takes.
-    prompt_logprobs: None = None
     flat_logprobs: bool = False
     detokenize: bool = True
     spaces_between_special_tokens: bool = True
-    bad_words: Sequence[str] | None = None
     logits_processors: Sequence[Any] | None = None
     guided_decoding: None = None
     repetition_detection: None = None
@@ -114,11 +116,9 @@ class SamplingParams:
 
 
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "prompt_logprobs": ((), "leave it out, and ask for logprobs of the answer"),
     "flat_logprobs": ((False,), "leave it out: logprobs are a dict for each token"),
     "detokenize": ((True,), "leave it out: answers have text and token_ids"),
     "spaces_between_special_tokens": ((True,), "leave it out"),
-    "bad_words": (((), []), "lower their tokens by logit_bias: {token_id: -100}"),
     "logits_processors": (((), []), "use logit_bias, allowed_token_ids or structured_outputs"),
     "guided_decoding": ((), "set structured_outputs, which has the same fields"),
     "repetition_detection": ((), "use repetition_penalty or frequency_penalty"),

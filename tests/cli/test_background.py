@@ -60,6 +60,18 @@ def test_fetched_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert set(CACHES) == {"HF_HOME", "ULLAGE_S3_CACHE"}
 
 
+def test_secrets_reach_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "python"
+    path.write_text('#!/bin/sh\necho "error: $*"\nexit 2\n')
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    with pytest.raises(LocalFailure, match=f"--base b.yaml --secrets {tmp_path}"):
+        BackgroundService({}, [Path("b.yaml")], secrets=tmp_path).start()
+    with pytest.raises(LocalFailure) as raised:
+        BackgroundService({}).start()
+    assert "--secrets" not in str(raised.value)
+
+
 def fake_python(folder: Path) -> Path:
     """Return a program that prints two variables as its error, and fails."""
     path = folder / "python"

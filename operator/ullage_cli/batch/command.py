@@ -98,6 +98,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     server.add_argument("--url", help="base URL of a running server")
     parser.add_argument("--base", type=Path, action="append", default=[], help=BASE_HELP)
     parser.add_argument(
+        "--secrets",
+        type=Path,
+        metavar="FOLDER",
+        help="Secrets that the manifest names: a folder for each, with one file per key",
+    )
+    parser.add_argument(
         "--served-model-name",
         default="",
         metavar="NAME",
@@ -154,6 +160,8 @@ def _open(options: argparse.Namespace, stack: contextlib.ExitStack) -> Batch:
     """
     if options.base and not options.file:
         raise LocalFailure("--base is for the manifest of -f; leave it out")
+    if options.secrets and not options.file:
+        raise LocalFailure("--secrets is for the manifest of -f; leave it out")
     if options.served_model_name and not options.model:
         raise LocalFailure("--served-model-name is for --model; leave it out")
 
@@ -161,6 +169,8 @@ def _open(options: argparse.Namespace, stack: contextlib.ExitStack) -> Batch:
     output_path = options.output_file
     try:
         source = stack.enter_context(source_path.open("rb"))
+        if not source.seekable():
+            raise LocalFailure(f"-i {source_path}: is no regular file; write the requests to one")
         output = stack.enter_context(output_path.open("a+b", buffering=0))
         if os.path.samestat(os.fstat(source.fileno()), os.fstat(output.fileno())):
             raise LocalFailure(f"-o {output_path}: is the input, too; choose another file")
@@ -230,7 +240,7 @@ def _server(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str
     else:
         manifest = offline_manifest(options.model, name=options.served_model_name)
     with StatusLine() as status:
-        service = BackgroundService(manifest, options.base, status.show)
+        service = BackgroundService(manifest, options.base, status.show, options.secrets)
         service.start()
     with contextlib.closing(service):
         yield service.state["http_url"], lambda: service.failure

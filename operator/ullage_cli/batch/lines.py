@@ -17,8 +17,8 @@ ID_CHARS = 24
 SHOWN_CHARS = 40
 """Most characters of an invalid value in a message."""
 INVALID_LINE = "invalid_line"
-FIRST_ERROR = 400
-"""Lowest HTTP status of an error."""
+SUCCESS = range(200, 300)
+"""HTTP statuses of answers without an error."""
 
 Key = str | int
 """The `custom_id` of a line, or the number of a line without one."""
@@ -104,7 +104,7 @@ class Answered:
     num_bytes: int = 0
     """Length of all whole lines. A torn line follows if the file is longer."""
     num_failed: int = 0
-    """Number of lines with an error or an HTTP status of an error."""
+    """Number of lines with an error, or with an HTTP status other than success."""
 
 
 class MalformedLine(ValueError):
@@ -207,7 +207,7 @@ def read_answered(lines: Iterable[bytes]) -> Answered:
         answered.keys.add(key)
         answered.num_bytes += len(line)
         response = written.response
-        is_failed = response is None or response.status_code >= FIRST_ERROR
+        is_failed = response is None or response.status_code not in SUCCESS
         answered.num_failed += bool(written.error) or is_failed
     return answered
 

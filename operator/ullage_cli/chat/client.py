@@ -57,7 +57,10 @@ class ChatClient:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        # As in `ullage batch`, variables of a proxy do not apply.
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout, trust_env=False
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ullage_cli.chat.client import ChatClient, ChatFailure, Piece
@@ -25,6 +26,8 @@ KEY_ENV = "ULLAGE_API_KEY"
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C outside of an answer."""
+SIGNAL_STATUS = 128
+"""Exit status after another signal, less the signal's number."""
 
 PROMPT = ">>> "
 CONTINUATION = "... "
@@ -46,7 +49,7 @@ Set {KEY_ENV} if the server needs a key. In the chat:
 {COMMANDS}
 
 exit status: 0 ended, 1 the question of a pipe was not answered, 2 the server cannot be used,
-130 interrupted
+130 interrupted, 129 and 143 ended by SIGHUP and SIGTERM
 """
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -83,11 +86,20 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         LocalFailure: the server cannot be used.
+        SystemExit: SIGHUP or SIGTERM arrived.
     """
+    # As an exception, a signal ends the service that this command started.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, _end)
     try:
         return _run(options)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End the chat. The exception is no KeyboardInterrupt, which ends an answer only."""
+    raise SystemExit(SIGNAL_STATUS + number)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -132,8 +144,12 @@ def _served(source: str) -> Iterator[str]:
         state = Path(folder, STATE_FILE)
         command = [sys.executable, "-m", "ullage_cli.main", "serve", source]
         command += ["--port", "0", "--grpc-port", "0", "--state-file", str(state)]
+        # The service ends with this pipe, even if the chat is killed.
+        command += ["--until-eof"]
         # Ctrl-C stops an answer. It must not reach the service, so the service has its own session.
-        with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as process:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True
+        ) as process:
             try:
                 while not state.exists():
                     if process.poll() is not None:

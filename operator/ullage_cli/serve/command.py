@@ -106,9 +106,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--kv-dtype", "--kv-cache-dtype", type=_parsed(kv_dtype), help="auto or fp8")
     model.add_argument(
         "--max-model-len",
-        type=_parsed(readable_int),
+        type=_parsed(_length),
         metavar="TOKENS",
-        help="longest request, such as 8192 or 8k (default: the longest that fits)",
+        help="longest request, such as 8192 or 8k (default, as -1 and auto: the longest that fits)",
     )
 
 
@@ -141,6 +141,11 @@ def _parsed(parse: Callable[[str], object]) -> Callable[[str], object]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
+
+
+def _length(text: str) -> int | None:
+    """Parse a length in tokens, or return None for the default, which vLLM spells -1 or auto."""
+    return None if text in ("-1", "auto") else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,6 +31,8 @@ class Server:
         self.is_open = threading.Event()
         """Set while answers may leave."""
         self.is_open.set()
+        self.on_probe: Callable[[], object] = lambda: None
+        """Called before each answer to a GET."""
         self.arrived = threading.Semaphore(0)
         self._running = 0
         self._lock = threading.Lock()
@@ -65,6 +68,7 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                server.on_probe()
                 if "wrong" in self.headers.get("authorization", ""):
                     self._send(401, {}, b"no such key")
                 else:
@@ -187,17 +191,46 @@ def test_failures_are_lines_too(
     server.respond = lambda number, body: (
         (400, {}, b'{"error": {"message": "no"}}')
         if body["prompt"] == "p1"
-        else (200, {}, b"<html>")
+        else (403, {}, b"<html>")
     )
     assert main(arguments(tmp_path, server.url)) == 1
     answered = outputs(tmp_path)
     assert answered["r1"]["response"]["status_code"] == 400
     assert answered["r1"]["response"]["body"] == {"error": {"message": "no"}}
+    assert answered["r0"]["response"]["status_code"] == 403
     assert answered["r0"]["response"]["body"]["error"]["message"] == "<html>"
     assert answered[None]["error"]["line"] == 3
-    assert "3 answers, 2 of them failed" in capsys.readouterr().out
+    assert "3 answers, 3 of them failed" in capsys.readouterr().out
     # The failures of the first run decide the status of the second one.
     assert main(arguments(tmp_path, server.url)) == 1
+
+
+def test_a_page_is_no_answer(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_cli.batch.sender.FIRST_PAUSE_S", 0.01)
+    write_input(tmp_path, 2)
+    server.respond = lambda number, body: (
+        (200, {}, b"<html>") if body["prompt"] == "p1" else (200, {}, b"{}")
+    )
+    assert main(arguments(tmp_path, server.url)) == 1
+    response = outputs(tmp_path)["r1"]["response"]
+    assert response["status_code"] == 502
+    assert (
+        "answers 200 with a body that is not JSON: <html>" in response["body"]["error"]["message"]
+    )
+    assert len(server.bodies) == 1 + MAX_FAULTS
+    assert main(arguments(tmp_path, server.url)) == 1
+
+
+def test_a_redirect_stops_a_batch_without_lines(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_input(tmp_path, 2)
+    server.respond = lambda number, body: (307, {"location": "https://elsewhere/login"}, b"")
+    assert main(arguments(tmp_path, server.url)) == 2
+    assert "/v1/completions answers 307 (https://elsewhere/login)" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").read_bytes()
 
 
 def test_what_stops_a_batch(
@@ -213,6 +246,8 @@ def test_what_stops_a_batch(
     )
     twice = tmp_path / "twice.jsonl"
     twice.write_text((tmp_path / "in.jsonl").read_text() * 2)
+    pipe, other_end = os.pipe()
+    os.close(other_end)
     cases = {
         "answers 401: no such key; set --api-key": ["--api-key", "wrong"],
         "in.jsonl: is the input, too": ["-o", str(tmp_path / "in.jsonl")],
@@ -220,6 +255,8 @@ def test_what_stops_a_batch(
         "has an answer to 'zz', which": ["-o", str(tmp_path / "stranger.jsonl")],
         "lines 1 and 3 have the custom_id 'r0'": ["-i", str(twice)],
         "No such file or directory": ["-i", str(tmp_path / "none.jsonl")],
+        "--secrets is for the manifest of -f": ["--secrets", str(tmp_path)],
+        "is no regular file": ["-i", f"/dev/fd/{pipe}"],
         "--served-model-name is for --model": ["--served-model-name", "x"],
         "--url http://127.0.0.1:9: ": ["--url", "http://127.0.0.1:9"],
     }
@@ -227,6 +264,7 @@ def test_what_stops_a_batch(
         with subtests.test(message):
             assert main(arguments(tmp_path, server.url, *more)) == 2
             assert message in capsys.readouterr().err
+    os.close(pipe)
     assert not server.bodies
     assert (tmp_path / "other.jsonl").read_text() == "hello"
 
@@ -242,7 +280,7 @@ def test_another_model_is_refused_before_anything_is_sent(
 
 def test_a_key_that_ends_stops_the_batch_without_lines(server: Server, tmp_path: Path) -> None:
     write_input(tmp_path, 8)
-    server.respond = lambda number, body: (200, {}, b"{}") if number <= 3 else (403, {}, b"over")
+    server.respond = lambda number, body: (200, {}, b"{}") if number <= 3 else (401, {}, b"over")
     assert main(arguments(tmp_path, server.url, "--concurrency", "1")) == 2
     assert len(outputs(tmp_path)) == 3
 
@@ -276,6 +314,45 @@ def test_a_stopped_batch_goes_on(server: Server, tmp_path: Path, number: int) ->
     server.is_open.set()
     assert main(arguments(tmp_path, server.url)) == 0
     assert set(outputs(tmp_path)) == {f"r{n}" for n in range(40)}
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ullage_cli.batch.sender.PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr("ullage_cli.batch.sender.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("ullage_cli.batch.sender.MAX_LOST_S", 0.5)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_hung_server_stops_a_batch(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_input(tmp_path, 3)
+    server.is_open.clear()
+
+    def hang() -> None:
+        if server.bodies:
+            server.is_open.wait()
+
+    server.on_probe = hang
+    assert main(arguments(tmp_path, server.url, "--concurrency", "2")) == 2
+    assert "has not answered for 0 s (ReadTimeout)" in capsys.readouterr().err
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_slow_server_that_answers_probes_is_waited_for(server: Server, tmp_path: Path) -> None:
+    write_input(tmp_path, 3)
+    server.is_open.clear()
+    began_at = time.monotonic()
+
+    def open_late() -> None:
+        if time.monotonic() - began_at > 1.5:  # three times as long as a lost server is waited for
+            server.is_open.set()
+
+    server.on_probe = open_late
+    assert main(arguments(tmp_path, server.url)) == 0
+    assert len(server.bodies) == 3
 
 
 def test_when_a_request_is_sent_again(subtests: pytest.Subtests) -> None:

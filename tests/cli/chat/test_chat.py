@@ -1,6 +1,8 @@
 """`ullage chat`, against a server whose answers are written here, in pipes and terminals."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -159,6 +161,14 @@ def test_a_server_that_is_not_there() -> None:
     assert "start a service with ullage serve" in str(failed.value)
 
 
+def test_variables_of_a_proxy_do_not_apply(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with ChatClient(server.url) as client:
+        assert client.models() == ["model-a"]
+
+
 def test_a_conversation_and_its_commands(tmp_path: Path) -> None:
     conversation = Conversation()
     conversation.command("/system Be brief.")
@@ -263,3 +273,62 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(server: Server, tmp_path: Path)
     terminal.wait_for(">>> ")
     terminal.send("/exit\n")
     assert terminal.ended() == 0
+
+
+FAKE_SERVE = """#!{python}
+import json, signal, sys
+
+def end(number, frame):
+    sys.exit("the service was stopped")
+
+signal.signal(signal.SIGTERM, end)
+if "--until-eof" not in sys.argv:
+    sys.exit("the service would stay")
+state = sys.argv[sys.argv.index("--state-file") + 1]
+open(state, "w").write(json.dumps({{"http_url": {url!r}}}))
+sys.stdin.read()
+sys.exit("the service saw the end of its input")
+"""
+"""Stands for `ullage serve`, and says why it ends."""
+
+CHAT_WITH_FAKE = """
+import sys
+from ullage_cli.main import main
+python = sys.argv.pop(1)
+sys.executable = python
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "last_words"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL, b"the service saw the end of its input"),
+        (signal.SIGTERM, 143, b"the service was stopped"),
+        (signal.SIGHUP, 129, b"the service was stopped"),
+        (signal.SIGINT, 130, b"the service was stopped"),
+    ],
+)
+def test_a_killed_chat_leaves_no_service(
+    server: Server, tmp_path: Path, number: signal.Signals, status: int, last_words: bytes
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(FAKE_SERVE.format(python=sys.executable, url=server.url))
+    fake.chmod(0o755)
+    server.may_end.clear()
+    server.answers.append((200, {}, [delta("endless")]))
+
+    command = [sys.executable, "-c", CHAT_WITH_FAKE, str(fake), "chat", "org/name"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        process.stdin.write(b"go")
+        process.stdin.close()
+        assert process.stdout.read(len("endless")) == b"endless"
+        os.kill(process.pid, number)
+        # The service holds this pipe, too, so that its end is the end of both.
+        assert last_words in process.stderr.read()
+    assert process.returncode == status

@@ -1,5 +1,6 @@
 """`ullage serve` and `ullage chat` on the real model, and the options that are refused."""
 
+import argparse
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from ullage_testing.terminal import Terminal
 
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage_cli.main import main
+from ullage_cli.serve.command import add_parser
 from ullage_cli.serve.fit import WORKER_BYTES
 from ullage_cli.sizes import compute_sizes
 from ullage_common.model_sizes import SizesRequest
@@ -68,12 +70,22 @@ def test_models_and_values_that_are_wrong(
     for option, value, said in (
         ("--dtype", "int3", "not served; use one of auto"),
         ("--max-num-seqs", "0", "not positive"),
+        ("--max-model-len", "0", "not positive"),
+        ("--max-model-len", "-2", "not positive"),
         ("--gpu-memory-utilization", "85", "not a share of memory"),
         ("--host", "10.0.0.1", "invalid choice"),
     ):
         with pytest.raises(SystemExit):
             main(["serve", SMOLLM2, option, value])
         assert said in capsys.readouterr().err
+
+
+def test_lengths_of_vllm_that_mean_the_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    for text, length in (("-1", None), ("auto", None), ("8k", 8000)):
+        options = parser.parse_args(["serve", SMOLLM2, "--max-model-len", text])
+        assert options.max_model_len == length
 
 
 def test_an_unknown_option_of_other_commands_is_refused_as_before(
