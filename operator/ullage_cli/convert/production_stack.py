@@ -166,8 +166,8 @@ def _set_resources(draft: Draft, model: Source) -> None:
         name: {resource: amount for resource, amount in amounts.items() if amount is not None}
         for name, amounts in (("requests", requests), ("limits", limits))
     }
-    set_resources(draft, {name: each for name, each in asked.items() if each}, model.path)
-    set_resources(draft, model.take("resources", {}), model.name_of("resources"))
+    set_resources(draft, {name: each for name, each in asked.items() if each}, model.path, kind)
+    set_resources(draft, model.take("resources", {}), model.name_of("resources"), kind)
 
 
 def _set_pod(draft: Draft, model: Source, shared: dict[str, Any]) -> None:

@@ -242,6 +242,37 @@ def test_gpus_that_are_not_one_for_each_rank(
         assert any(said in line for line in lost), lost
 
 
+@pytest.mark.parametrize("resource", ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared"])
+def test_parts_of_gpus_are_gpus(
+    capsys: pytest.CaptureFixture[str], write: Any, resource: str
+) -> None:
+    text = KSERVE.replace('nvidia.com/gpu: "2"', f'{resource}: "1"').replace("tensor: 2, ", "")
+    [manifest], lost = run(capsys, write(text))
+    pool = manifest["spec"]["pools"]["single"]
+    assert (pool["gpus"], pool["gpuResourceName"]) == (1, resource)
+    assert "device" not in manifest["spec"]
+    assert not any(resource in line for line in lost)
+
+
+def test_a_type_of_gpu_is_the_resource(capsys: pytest.CaptureFixture[str], write: Any) -> None:
+    text = VALUES.replace("requestGPU: 1", "requestGPU: 1\n      requestGPUType: example.com/card")
+    chat = run(capsys, write(text))[0][0]
+    assert chat["spec"]["pools"]["single"]["gpuResourceName"] == "example.com/card"
+    assert "device" not in chat["spec"]
+
+
+@pytest.mark.parametrize("resource", ["habana.ai/gaudi", "gpu.intel.com/i915", "aws.amazon.com/x"])
+def test_other_devices_are_lost_and_never_become_a_cpu(
+    capsys: pytest.CaptureFixture[str], write: Any, resource: str
+) -> None:
+    text = KSERVE.replace("nvidia.com/gpu", resource).replace("tensor: 2, ", "")
+    [manifest], lost = run(capsys, write(text))
+    pool = manifest["spec"]["pools"]["single"]
+    assert "device" not in manifest["spec"]
+    assert pool["resources"]["limits"] == {"cpu": "8", "memory": "64Gi"}
+    assert f"spec.template.containers[0].resources.limits.{resource}" in names(lost)
+
+
 def test_a_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     command = (
         "vllm serve Qwen/Qwen3-8B -tp 2 --served-model-name qwen q --max-model-len 32K "
