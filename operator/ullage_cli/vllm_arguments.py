@@ -305,6 +305,36 @@ def _set_quantization(draft: Draft, argument: Argument) -> None:
     draft.set("spec.model.quantization", value, reason)
 
 
+def _set_data_ranks(draft: Draft, argument: Argument) -> None:
+    draft.data_ranks = readable_int(_text(argument))
+
+
+def multiply_by_data_ranks(draft: Draft) -> None:
+    """Multiply the numbers of engines by that of data-parallel ranks. Call this once, at the end.
+
+    Raises:
+        ArgumentFailure: there is no rank, or ranks would share the expert layers.
+    """
+    ranks = draft.data_ranks
+    if ranks < 1:
+        raise ArgumentFailure(f"data-parallel size {ranks}: not positive; write 1 or more")
+    if ranks == 1:
+        return
+    if draft.get("spec.vllm.args.enable_expert_parallel"):
+        raise ArgumentFailure(
+            f"expert parallelism over {ranks} data-parallel ranks: each engine of Ullage needs the "
+            "whole model; leave data parallelism out, and raise tensor parallelism until the "
+            "experts fit into one engine"
+        )
+
+    reason = f"each of {ranks} data-parallel ranks becomes an engine of its own"
+    draft.set("spec.replicas", int(draft.get("spec.replicas") or 1) * ranks, reason)
+    scaling = draft.get(f"{POOL}.autoscaling")
+    if scaling:
+        numbers = {name: scaling[name] * ranks for name in ("minReplicas", "maxReplicas")}
+        draft.set(f"{POOL}.autoscaling", scaling | numbers, reason)
+
+
 def _set_threshold(draft: Draft, argument: Argument) -> None:
     draft.set(
         "spec.memory.thresholdPercent",
@@ -397,9 +427,7 @@ _SETTERS: Mapping[str, Setter] = {
     "max_model_len": _field("spec.model.maxModelLen", readable_int),
     "tensor_parallel_size": _field(f"{POOL}.parallelism.tensor", readable_int),
     "pipeline_parallel_size": _field(f"{POOL}.parallelism.pipeline", readable_int),
-    "data_parallel_size": _field(
-        f"{POOL}.replicas", readable_int, "each data-parallel rank becomes an engine of its own"
-    ),
+    "data_parallel_size": _set_data_ranks,
     "nnodes": _field(f"{POOL}.nodes", readable_int),
     "gpu_memory_utilization": _set_threshold,
     "kv_cache_memory_bytes": _field("spec.memory.maxKV", readable_int),

@@ -13,7 +13,13 @@ from ullage_cli.convert.pods import (
 )
 from ullage_cli.convert.source import Source, set_if_valid
 from ullage_cli.manifest_draft import Draft, model_name, service_name
-from ullage_cli.vllm_arguments import DEFAULT_LORA_RANK, POOL, read_tokens, translate
+from ullage_cli.vllm_arguments import (
+    DEFAULT_LORA_RANK,
+    POOL,
+    multiply_by_data_ranks,
+    read_tokens,
+    translate,
+)
 from ullage_operator.api.errors import LocalFailure
 
 KIND = "LLMInferenceService"
@@ -193,12 +199,8 @@ def _set_container(draft: Draft, container: Source) -> None:
 
 
 def _set_scale(draft: Draft, spec: Source) -> None:
-    data = int(spec.take("parallelism.data", 1))
-    replicas = int(spec.take("replicas", 1)) * data
-    reason = ""
-    if data > 1:
-        reason = f"each of {data} data-parallel ranks becomes an engine of its own"
-    draft.set("spec.replicas", replicas, reason)
+    draft.data_ranks = int(spec.take("parallelism.data", draft.data_ranks))
+    draft.set("spec.replicas", int(spec.take("replicas", 1)))
 
     least = spec.take("scaling.minReplicas")
     most = spec.take("scaling.maxReplicas")
@@ -210,6 +212,7 @@ def _set_scale(draft: Draft, spec: Source) -> None:
         set_if_valid(draft, spec.name_of("scaling"), f"{POOL}.autoscaling", scaling)
     elif least is not None:
         draft.lose(spec.name_of("scaling.minReplicas"), "autoscaling needs maxReplicas, too")
+    multiply_by_data_ranks(draft)
 
     if value := spec.take("rolloutStrategy.maxUnavailable"):
         set_if_valid(

@@ -15,6 +15,7 @@ from ullage_cli.manifest_draft import Draft, model_name, service_name
 from ullage_cli.vllm_arguments import (
     POOL,
     Argument,
+    multiply_by_data_ranks,
     read_tokens,
     source_uri,
     translate,
@@ -129,6 +130,7 @@ def _convert_model(model: Source, shared: dict[str, Any]) -> Draft:
     _set_pod(draft, model, shared)
     _set_cache(draft, model)
     _set_scale(draft, model)
+    multiply_by_data_ranks(draft)
     model.lose_rest(draft, _MODEL_REASONS)
     return draft
 

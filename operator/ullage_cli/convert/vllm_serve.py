@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ullage_cli.manifest_draft import Draft, model_name, service_name
 from ullage_cli.vllm_arguments import (
     POOL,
+    multiply_by_data_ranks,
     read_tokens,
     source_uri,
     translate,
@@ -12,7 +13,6 @@ from ullage_cli.vllm_arguments import (
 from ullage_operator.api.errors import LocalFailure
 
 MODULE = "vllm.entrypoints.openai.api_server"
-_NAMED_FIRST = ("model", "served_model_name")
 
 
 def is_command(words: Sequence[str]) -> bool:
@@ -47,6 +47,7 @@ def convert(words: Sequence[str]) -> Draft:
         draft.lose(text, "vllm serve takes one model")
 
     translate(draft, [each for each in arguments if each.name != "model"])
+    multiply_by_data_ranks(draft)
     if draft.get(f"{POOL}.gpus") is None:
         draft.set(f"{POOL}.gpus", 1)
     return draft

@@ -144,7 +144,7 @@ def test_kserve(capsys: pytest.CaptureFixture[str], write: Any) -> None:
     assert spec["replicas"] == 6
     assert (pool["gpus"], pool["parallelism"]) == (2, {"tensor": 2, "pipeline": 1})
     assert pool["resources"]["limits"] == {"cpu": "8", "memory": "64Gi"}
-    assert pool["autoscaling"] == {"minReplicas": 2, "maxReplicas": 8}
+    assert pool["autoscaling"] == {"minReplicas": 6, "maxReplicas": 24}
     assert spec["batching"] == {"maxSequences": 32}
     assert spec["vllm"]["args"] == {"enforce_eager": True}
     assert spec["engine"] == "VLLM"
@@ -310,6 +310,33 @@ def test_a_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
         "--seed",
     }
     assert "secret" not in " ".join(lost)
+
+
+def test_data_parallel_ranks_multiply_replicas(
+    capsys: pytest.CaptureFixture[str], write: Any
+) -> None:
+    text = VALUES.replace('"--trust-remote-code"', '"-dp", "3"')
+    chat = run(capsys, write(text))[0][0]
+    assert chat["spec"]["replicas"] == 6
+    pool = chat["spec"]["pools"]["single"]
+    assert pool["autoscaling"] == {"minReplicas": 3, "maxReplicas": 12}
+
+    text = KSERVE.replace("data: 3", "").replace("--enforce-eager", "--data-parallel-size=2")
+    [manifest], _ = run(capsys, write(text))
+    assert manifest["spec"]["replicas"] == 4
+
+    [manifest], _ = run(capsys, "--", "vllm", "serve", "m/m", "-dp", "4")
+    assert manifest["spec"]["replicas"] == 4
+
+
+def test_experts_over_data_parallel_ranks_are_refused(
+    capsys: pytest.CaptureFixture[str], write: Any
+) -> None:
+    path = write(KSERVE.replace("data: 3", "data: 3, expert: true"))
+    commands = (["--", "vllm", "serve", "m/m", "-dp", "2", "--enable-expert-parallel"], [path])
+    for words in commands:
+        assert main(["convert", *words]) == 2
+        assert "each engine of Ullage needs the whole model" in capsys.readouterr().err
 
 
 def test_the_older_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
