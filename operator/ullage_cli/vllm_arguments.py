@@ -31,6 +31,8 @@ ENGINE_OPTIONS = ENGINE_SWITCHES | ENGINE_VALUES
 OPTIONS = SWITCHES | ENGINE_OPTIONS | SERVER_VALUES
 
 DEFAULT_LORA_RANK = 16
+_CHUNK = "spec.batching.prefillChunkTokens"
+_WITHOUT_CHUNKS = "chunked prefill is off, so steps have no limit of tokens"
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30}
 _OPTIMIZATION = re.compile(r"-O\.?(\d)")
 """Matches vLLM's short form of --optimization-level, whose value is not a token of its own."""
@@ -251,6 +253,10 @@ def _text(argument: Argument) -> str:
     return str(argument.value)
 
 
+def _is_off(argument: Argument) -> bool:
+    return argument.value in (False, "false", "False")
+
+
 def _field(path: str, convert: Callable[[str], Any], reason: str = "") -> "Setter":
     def setter(draft: Draft, argument: Argument) -> None:
         draft.set(path, convert(_text(argument)), reason)
@@ -344,24 +350,31 @@ def _set_threshold(draft: Draft, argument: Argument) -> None:
 
 
 def _set_chunk(draft: Draft, argument: Argument) -> None:
+    tokens = readable_int(_text(argument))
+    if draft.get(_CHUNK) == 0:
+        draft.lose(argument.spelling, _WITHOUT_CHUNKS)
+        return
     draft.set(
-        "spec.batching.prefillChunkTokens",
-        readable_int(_text(argument)),
+        _CHUNK,
+        tokens,
         "max_num_batched_tokens counts prompts and decodes; this field counts prompts only",
     )
 
 
 def _set_chunked(draft: Draft, argument: Argument) -> None:
-    if argument.value in (False, "false", "False"):
-        draft.set("spec.batching.prefillChunkTokens", 0, "0 turns chunked prefill off")
+    if not _is_off(argument):
+        return
+    if draft.get(_CHUNK):
+        draft.lose("max_num_batched_tokens", _WITHOUT_CHUNKS)
+    draft.set(_CHUNK, 0, "0 turns chunked prefill off")
 
 
 def _set_prefix_cache(draft: Draft, argument: Argument) -> None:
-    draft.set("spec.memory.prefixCache", argument.value not in (False, "false", "False"))
+    draft.set("spec.memory.prefixCache", not _is_off(argument))
 
 
 def _set_lora(draft: Draft, argument: Argument) -> None:
-    if argument.value in (False, "false", "False"):
+    if _is_off(argument):
         draft.set("spec.memory.maxLoras", 0)
     elif draft.get("spec.memory.maxLoras") is None:
         draft.set(

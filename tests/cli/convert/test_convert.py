@@ -339,6 +339,22 @@ def test_experts_over_data_parallel_ranks_are_refused(
         assert "each engine of Ullage needs the whole model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_chunked_prefill_stays_off(
+    capsys: pytest.CaptureFixture[str], write: Any, is_first: bool
+) -> None:
+    options = [["--no-enable-chunked-prefill"], ["--max-num-batched-tokens", "8192"]]
+    words = options[0] + options[1] if is_first else options[1] + options[0]
+    [manifest], lost = run(capsys, "--", "vllm", "serve", "m/m", *words)
+    assert manifest["spec"]["batching"] == {"prefillChunkTokens": 0}
+    assert [line for line in lost if "batched" in line and "chunked prefill is off" in line]
+
+    text = VALUES.replace("maxModelLen: 16384", "maxNumBatchedTokens: 8192")
+    chat, lost = run(capsys, write(text))[0][0], run(capsys, write(text))[1]
+    assert chat["spec"]["batching"]["prefillChunkTokens"] == 0
+    assert any(line.split(": ")[0].endswith("maxNumBatchedTokens") for line in lost)
+
+
 def test_the_older_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     words = "python -m vllm.entrypoints.openai.api_server --model /m/llama --dtype bfloat16"
     [manifest], lost = run(capsys, "--", *words.split())
