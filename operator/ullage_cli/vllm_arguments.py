@@ -15,6 +15,7 @@ from ullage_cli.manifest_draft import Draft
 from ullage_cli.vllm_options import (
     ENGINE_SWITCHES,
     ENGINE_VALUES,
+    LIST_OPTIONS,
     SERVER_SWITCHES,
     SERVER_VALUES,
     SHORT_OPTIONS,
@@ -84,7 +85,7 @@ def read_tokens(tokens: Sequence[str]) -> tuple[list[str], list[Argument]]:
             continue
 
         end = index
-        most = len(tokens) if name in ("lora_modules", "served_model_name") else index + 1
+        most = len(tokens) if name in LIST_OPTIONS else index + 1
         while end < min(most, len(tokens)) and not _is_option(tokens[end]):
             end += 1
         values = list(tokens[index:end])
@@ -266,8 +267,11 @@ def _field(path: str, convert: Callable[[str], Any], reason: str = "") -> "Sette
 
 def _set_engine_argument(draft: Draft, argument: Argument) -> None:
     value = argument.value
-    if isinstance(value, str):
-        value = _parsed(value) if argument.name not in _TEXTS else value
+    if isinstance(value, str) and argument.name not in _TEXTS:
+        value = _parsed(value)
+    if argument.name in LIST_OPTIONS:
+        values = value if isinstance(value, list) else [value]
+        value = [_parsed(each) if isinstance(each, str) else each for each in values]
     draft.set(f"spec.vllm.args.{argument.name}", value)
     draft.set("spec.engine", "VLLM", "only vLLM reads spec.vllm.args")
 

@@ -95,6 +95,13 @@ _SERVER_VALUES = """
     h11_max_header_count api_server_count config
 """
 
+_LIST_OPTIONS = """
+    allowed_media_domains api_key collect_detailed_traces cpu_offload_params
+    cudagraph_capture_sizes ignore_patterns kv_cache_dtype_skip_layers logits_processors
+    lora_modules lora_target_modules numa_bind_cpus numa_bind_nodes offload_params
+    served_model_name sleep_preserve_parameter_names
+"""
+
 ENGINE_SWITCHES = frozenset(_ENGINE_SWITCHES.split())
 """Arguments of vllm.EngineArgs that are on or off, and take no value."""
 
@@ -106,6 +113,9 @@ SERVER_SWITCHES = frozenset(_SERVER_SWITCHES.split())
 
 SERVER_VALUES = frozenset(_SERVER_VALUES.split())
 """Options of vLLM's HTTP server that take a value."""
+
+LIST_OPTIONS = frozenset(_LIST_OPTIONS.split())
+"""Options that take all values up to the next option."""
 
 SHORT_OPTIONS = {
     "tp": "tensor_parallel_size",

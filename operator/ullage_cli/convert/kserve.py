@@ -33,6 +33,12 @@ ARGUMENTS_ENV = "VLLM_ADDITIONAL_ARGS"
 _SCRIPT = "c"
 """Option with which a shell takes a script."""
 
+_COMMAND = frozenset({"vllm", "serve", "python", "python3", "vllm.entrypoints.openai.api_server"})
+"""Words with which a command starts vLLM's server."""
+
+_MODEL_FOLDERS = "/mnt/"
+"""Folder of KServe's pods that has the model, at /mnt/models."""
+
 SCHEMES = ("hf://", "pvc://", "s3://", "oci://")
 
 _ENGINE = "Ullage has its own engine images (spec.image replaces them)"
@@ -173,10 +179,14 @@ def _set_container(draft: Draft, container: Source) -> None:
         tokens += shlex.split(str(variable.get("value", "")))
 
     # The command names the model's folder in KServe's pods, which the manifest's source replaces.
-    _, arguments = read_tokens([str(token) for token in tokens])
+    positional, arguments = read_tokens([str(token) for token in tokens])
     if any(each.name == _SCRIPT for each in arguments):
         name = container.name_of("command")
         draft.lose(name, "a shell script; convert its command with ullage convert -- vllm serve")
+    for text in positional:
+        if text not in _COMMAND and not text.startswith(_MODEL_FOLDERS):
+            name = container.name_of(f"args {text}")
+            draft.lose(name, "it is no option of vLLM; spec.model.source names the model")
     translate(draft, [each for each in arguments if each.name not in ("model", _SCRIPT)])
 
     set_resources(draft, container.take("resources", {}), container.name_of("resources"))

@@ -36,14 +36,16 @@ def convert(words: Sequence[str]) -> Draft:
         rest = rest[1:]
 
     positional, arguments = read_tokens(rest)
-    models = [*positional, *(str(each.value) for each in arguments if each.name == "model")]
+    named = [str(each.value) for each in arguments if each.name == "model"]
+    # vLLM ignores the positional argument if --model is there, and the last --model counts.
+    models = [*reversed(named), *positional]
     if not models:
         raise LocalFailure("vllm serve: names no model; write vllm serve ORG/NAME")
 
     draft = Draft(service_name(models[0]))
     draft.set("spec.model.source", source_uri(models[0]))
     draft.set("spec.model.name", model_name(models[0]))
-    for text in positional[1:]:
+    for text in models[1:]:
         draft.lose(text, "vllm serve takes one model")
 
     translate(draft, [each for each in arguments if each.name != "model"])

@@ -355,6 +355,34 @@ def test_chunked_prefill_stays_off(
     assert any(line.split(": ")[0].endswith("maxNumBatchedTokens") for line in lost)
 
 
+def test_options_with_several_values_keep_all(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "vllm serve --cudagraph-capture-sizes 1 2 4 --ignore-patterns a* b* --model org/m"
+    [manifest], lost = run(capsys, "--", *words.split())
+    assert not lost
+    spec = manifest["spec"]
+    assert spec["model"]["source"] == "hf://org/m"
+    assert spec["vllm"]["args"] == {
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "ignore_patterns": ["a*", "b*"],
+    }
+
+
+def test_the_option_that_names_the_model_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "vllm serve org/a --model org/b"
+    [manifest], lost = run(capsys, "--", *words.split())
+    assert manifest["spec"]["model"]["source"] == "hf://org/b"
+    assert names(lost) == {"org/a"}
+
+
+def test_words_that_nothing_explains_are_named(
+    capsys: pytest.CaptureFixture[str], write: Any
+) -> None:
+    text = KSERVE.replace("--enforce-eager", 'stray", "/mnt/models')
+    _, lost = run(capsys, write(text))
+    assert "spec.template.containers[0].args stray" in names(lost)
+    assert "/mnt/models" not in " ".join(lost)
+
+
 def test_the_older_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     words = "python -m vllm.entrypoints.openai.api_server --model /m/llama --dtype bfloat16"
     [manifest], lost = run(capsys, "--", *words.split())
