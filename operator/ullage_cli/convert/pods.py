@@ -1,11 +1,15 @@
 """Converts the parts of pods that several formats share: resources, environment and placement."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ullage_cli.convert.source import Source, set_if_valid
 from ullage_cli.manifest_draft import Draft
 from ullage_cli.vllm_arguments import POOL
+
+_SECRET = re.compile("TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD", re.IGNORECASE)
+"""Matches names of variables whose values are secret."""
 
 TEMPLATE = f"{POOL}.podTemplate"
 GPU_SUFFIXES = (".com/gpu", "/gpu", ".com/tpu")
@@ -137,6 +141,10 @@ def set_env(draft: Draft, variables: Sequence[Mapping[str, Any]], name: str) -> 
         if str(variable.get("name", "")).startswith(("VLLM_", "LMCACHE_")):
             engine = "vLLM's own server and LMCache read it"
             draft.lose(own, f"{engine}; set fields of the manifest, or podTemplate's env")
+            continue
+        if variable.get("value") and _SECRET.search(str(variable.get("name", ""))):
+            remedy = "its name says that it is secret; put it into a Secret"
+            draft.lose(own, f"{remedy}, and name that in podTemplate's env (secretKeyRef)")
             continue
         _add_to_container(draft, own, "env", dict(variable))
 

@@ -383,6 +383,18 @@ def test_words_that_nothing_explains_are_named(
     assert "/mnt/models" not in " ".join(lost)
 
 
+@pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password"])
+def test_plain_secrets_are_never_printed(
+    capsys: pytest.CaptureFixture[str], write: Any, name: str
+) -> None:
+    text = VALUES.replace("{name: A, value: b}", f"{{name: {name}, value: hidden-value}}")
+    path = write(text)
+    assert main(["convert", path]) == 0
+    out, err = capsys.readouterr()
+    assert "hidden-value" not in out + err
+    assert f"servingEngineSpec.modelSpec[1].env[{name}]" in names(run(capsys, path)[1])
+
+
 def test_the_older_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     words = "python -m vllm.entrypoints.openai.api_server --model /m/llama --dtype bfloat16"
     [manifest], lost = run(capsys, "--", *words.split())
