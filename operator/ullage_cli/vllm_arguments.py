@@ -32,6 +32,8 @@ ENGINE_OPTIONS = ENGINE_SWITCHES | ENGINE_VALUES
 OPTIONS = SWITCHES | ENGINE_OPTIONS | SERVER_VALUES
 
 DEFAULT_LORA_RANK = 16
+_FITTING_LENGTHS = ("auto", "-1")
+"""Values of vLLM's `max_model_len` that stand for the longest one that fits."""
 _CHUNK = "spec.batching.prefillChunkTokens"
 _WITHOUT_CHUNKS = "chunked prefill is off, so steps have no limit of tokens"
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -128,7 +130,10 @@ def translate(draft: Draft, arguments: Sequence[Argument]) -> None:
         ArgumentFailure: an option has a value that has no counterpart, although its field exists.
     """
     for argument in arguments:
-        if setter := _SETTERS.get(argument.name):
+        section = argument.name.partition(".")[0]
+        if section != argument.name and section in OPTIONS:
+            draft.lose(argument.spelling, f"write its section in full: --{_dashed(section)} JSON")
+        elif setter := _SETTERS.get(argument.name):
             setter(draft, argument)
         elif argument.name in OWNED_VLLM_ARGS:
             draft.lose(argument.spelling, f"set {in_api_names(OWNED_VLLM_ARGS[argument.name])}")
@@ -143,6 +148,10 @@ def translate(draft: Draft, arguments: Sequence[Argument]) -> None:
 
     _count_gpus(draft)
     _set_ranks_of_adapters(draft)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def counterpart(name: str) -> str:
@@ -306,8 +315,22 @@ def _set_revision(draft: Draft, argument: Argument) -> None:
     draft.set("spec.model.source", f"{source.partition('@')[0]}@{_text(argument)}")
 
 
+def _set_length(draft: Draft, argument: Argument) -> None:
+    text = _text(argument)
+    if text.lower() in _FITTING_LENGTHS:
+        draft.lose(
+            f"{argument.spelling} {text}",
+            "left out, so the limit is the model's own; ullage serve --print finds one that fits",
+        )
+        return
+    draft.set("spec.model.maxModelLen", readable_int(text))
+
+
 def _set_quantization(draft: Draft, argument: Argument) -> None:
     text = _text(argument)
+    if text.lower() == "gguf":
+        draft.lose(f"{argument.spelling} {text}", "left out, because the file itself says so")
+        return
     value = quantization(text)
     reason = ""
     if text.lower() in _CHECKPOINT_METHODS:
@@ -441,7 +464,7 @@ _SETTERS: Mapping[str, Setter] = {
     "dtype": _field("spec.model.dtype", dtype),
     "quantization": _set_quantization,
     "kv_cache_dtype": _field("spec.model.kvDtype", kv_dtype),
-    "max_model_len": _field("spec.model.maxModelLen", readable_int),
+    "max_model_len": _set_length,
     "tensor_parallel_size": _field(f"{POOL}.parallelism.tensor", readable_int),
     "pipeline_parallel_size": _field(f"{POOL}.parallelism.pipeline", readable_int),
     "data_parallel_size": _set_data_ranks,
@@ -486,6 +509,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "uvicorn_log_level": _LOGS,
     "enable_log_requests": _LOGS,
     "disable_log_requests": "the router logs no prompts",
+    "config": "convert the options in this file, too",
     "api_server_count": "spec.router.replicas is the number of routers",
 }
 """Explanations of options without a counterpart that a translation could set."""

@@ -12,6 +12,7 @@ from ullage_cli.vllm_options import (
     LIST_OPTIONS,
     SERVER_SWITCHES,
     SERVER_VALUES,
+    SHORT_OPTIONS,
 )
 
 
@@ -39,3 +40,16 @@ def test_switches_take_no_value() -> None:
 def test_options_with_several_values_are_those_of_vllm() -> None:
     actions = make_arg_parser(FlexibleArgumentParser())._actions
     assert {each.dest for each in actions if each.nargs == "+"} == LIST_OPTIONS
+
+
+def test_short_options_are_those_of_vllm() -> None:
+    actions = make_arg_parser(FlexibleArgumentParser())._actions
+    short = {
+        option.removeprefix("-"): each.dest
+        for each in actions
+        for option in each.option_strings
+        if not option.startswith("--")
+    }
+    del short["h"]
+    # vLLM's parser expands -O before argparse sees it.
+    assert short | {"O": "optimization_level"} == SHORT_OPTIONS

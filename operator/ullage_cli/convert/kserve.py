@@ -176,6 +176,9 @@ def _set_container(draft: Draft, container: Source) -> None:
     more = [each for each in variables if each.get("name") == ARGUMENTS_ENV]
     tokens = [*container.take("command", []), *container.take("args", [])]
     for variable in more:
+        if "valueFrom" in variable:
+            name = container.name_of(f"env[{ARGUMENTS_ENV}]")
+            draft.lose(name, "its value is elsewhere (valueFrom); convert those options, too")
         tokens += shlex.split(str(variable.get("value", "")))
 
     # The command names the model's folder in KServe's pods, which the manifest's source replaces.

@@ -395,6 +395,35 @@ def test_plain_secrets_are_never_printed(
     assert f"servingEngineSpec.modelSpec[1].env[{name}]" in names(run(capsys, path)[1])
 
 
+@pytest.mark.parametrize(
+    ("words", "name", "explanation"),
+    [
+        ("--config c.yaml", "--config", "convert the options in this file, too"),
+        ("-dpl 2", "-dpl", "replicas"),
+        ("-dcp 2", "-dcp", "parallelism"),
+        ("-dpn 1", "-dpn", "replicas"),
+        ("--hf-overrides.a.b 1", "--hf-overrides.a.b", "in full: --hf-overrides JSON"),
+        ("--max-model-len auto", "--max-model-len auto", "left out"),
+        ("--max-model-len -1", "--max-model-len -1", "left out"),
+        ("--quantization gguf", "--quantization gguf", "left out"),
+    ],
+)
+def test_explanations_of_lost_options(
+    capsys: pytest.CaptureFixture[str], words: str, name: str, explanation: str
+) -> None:
+    [manifest], lost = run(capsys, "--", "vllm", "serve", "m/m", *words.split())
+    assert manifest["spec"]["model"]["source"] == "hf://m/m"
+    assert names(lost) == {name}
+    assert explanation in lost[0]
+
+
+def test_arguments_from_elsewhere_are_named(capsys: pytest.CaptureFixture[str], write: Any) -> None:
+    variable = 'value: "--dtype half --max-num-seqs 32"'
+    source = "valueFrom: {configMapKeyRef: {name: a, key: b}}"
+    _, lost = run(capsys, write(KSERVE.replace(variable, source)))
+    assert "spec.template.containers[0].env[VLLM_ADDITIONAL_ARGS]" in names(lost)
+
+
 def test_the_older_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     words = "python -m vllm.entrypoints.openai.api_server --model /m/llama --dtype bfloat16"
     [manifest], lost = run(capsys, "--", *words.split())
