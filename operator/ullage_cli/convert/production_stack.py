@@ -184,11 +184,18 @@ def _set_pod(draft: Draft, model: Source, shared: dict[str, Any]) -> None:
 
     set_env(draft, shared["env"] or [], "servingEngineSpec.env")
     set_env(draft, model.take("env", []), model.name_of("env"))
-    for own, field in (("runtimeClassName", None), ("schedulerName", None), ("tolerations", None)):
-        value = model.take(own) or shared[own]
+    tolerations = list(model.take("tolerations", []))
+    if model.take("tolerationsPolicy", "append") != "override":
+        tolerations = [*(shared["tolerations"] or []), *tolerations]
+    placement = {
+        "runtimeClassName": model.take("runtimeClassName") or shared["runtimeClassName"],
+        "schedulerName": model.take("schedulerName") or shared["schedulerName"],
+        "tolerations": tolerations,
+    }
+    for field, value in placement.items():
         if value:
-            path = f"{POOL}.podTemplate.spec.{field or own}"
-            set_if_valid(draft, model.name_of(own), path, value)
+            path = f"{POOL}.podTemplate.spec.{field}"
+            set_if_valid(draft, model.name_of(field), path, value)
 
     if terms := model.take("nodeSelectorTerms"):
         required = {"nodeSelectorTerms": terms}

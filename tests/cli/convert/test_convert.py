@@ -424,6 +424,26 @@ def test_arguments_from_elsewhere_are_named(capsys: pytest.CaptureFixture[str], 
     assert "spec.template.containers[0].env[VLLM_ADDITIONAL_ARGS]" in names(lost)
 
 
+@pytest.mark.parametrize(("policy", "expected"), [("", ["all", "gpu"]), ("override", ["gpu"])])
+def test_tolerations_of_all_models_are_kept(
+    capsys: pytest.CaptureFixture[str], write: Any, policy: str, expected: list[str]
+) -> None:
+    shared = "  tolerations: [{key: all, operator: Exists}]\n  modelSpec:"
+    text = VALUES.replace("  modelSpec:", shared)
+    if policy:
+        own = "      tolerations:"
+        text = text.replace(own, f"      tolerationsPolicy: {policy}\n{own}")
+    (chat, plain), lost = run(capsys, write(text))
+
+    def keys(manifest: dict[str, Any]) -> list[str]:
+        spec = manifest["spec"]["pools"]["single"]["podTemplate"]["spec"]
+        return [each["key"] for each in spec["tolerations"]]
+
+    assert keys(chat) == expected
+    assert keys(plain) == ["all"]
+    assert not any("tolerations" in line for line in lost)
+
+
 def test_the_older_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     words = "python -m vllm.entrypoints.openai.api_server --model /m/llama --dtype bfloat16"
     [manifest], lost = run(capsys, "--", *words.split())
