@@ -4,6 +4,7 @@ Options with a field of their own set it. Arguments of vLLM's engine without one
 `spec.vllm.args`, which only vLLM reads. All other options are lost, each with an explanation.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ullage_cli.manifest_draft import Draft
+from ullage_cli.manifest_draft import Draft, model_name
 from ullage_cli.vllm_options import (
     ENGINE_SWITCHES,
     ENGINE_VALUES,
@@ -218,7 +219,8 @@ def threshold_percent(text: str) -> int:
         share = float(text)
     except ValueError:
         share = 0.0
-    percent = round(share * 100)
+    # Rounding up would use memory that the source leaves free; 0.29 * 100 is slightly below 29.
+    percent = math.floor(round(share * 100, 6))
     if not 1 <= percent <= 100:
         raise ArgumentFailure(
             f"--gpu-memory-utilization {text}: not a share of memory; use 0.01 to 1, such as 0.85"
@@ -302,6 +304,7 @@ def _set_model(draft: Draft, argument: Argument) -> None:
 
 def _set_names(draft: Draft, argument: Argument) -> None:
     names = argument.value if isinstance(argument.value, list) else [_text(argument)]
+    draft.reasons.pop("spec.model.name", None)
     draft.set("spec.model.name", str(names[0]))
     for name in names[1:]:
         draft.lose(f"{argument.spelling} {name}", "a model has one name; clients use the first")
@@ -336,6 +339,20 @@ def _set_quantization(draft: Draft, argument: Argument) -> None:
     if text.lower() in _CHECKPOINT_METHODS:
         reason = f"the checkpoint declares {text} itself"
     draft.set("spec.model.quantization", value, reason)
+
+
+def set_reasoning_default(draft: Draft) -> None:
+    """Leave thoughts in the text, as vLLM does, if the source names no parser of them."""
+    if draft.get("spec.prompts.reasoning") is None:
+        reason = "without --reasoning-parser, thoughts stay in content; write Auto to split them"
+        draft.set("spec.prompts.reasoning", "None", reason)
+
+
+def set_model_name(draft: Draft, text: str) -> None:
+    """Set the name by which clients request a model, with a reason if it is not the given text."""
+    name = model_name(text)
+    reason = "" if name == text else f"vLLM's clients request it as {text}; they need this name"
+    draft.set("spec.model.name", name, reason)
 
 
 def _set_data_ranks(draft: Draft, argument: Argument) -> None:

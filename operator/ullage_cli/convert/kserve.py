@@ -12,12 +12,14 @@ from ullage_cli.convert.pods import (
     set_resources,
 )
 from ullage_cli.convert.source import Source, set_if_valid
-from ullage_cli.manifest_draft import Draft, model_name, service_name
+from ullage_cli.manifest_draft import Draft, service_name
 from ullage_cli.vllm_arguments import (
     DEFAULT_LORA_RANK,
     POOL,
     multiply_by_data_ranks,
     read_tokens,
+    set_model_name,
+    set_reasoning_default,
     translate,
 )
 from ullage_operator.api.errors import LocalFailure
@@ -122,7 +124,7 @@ def _set_model(draft: Draft, spec: Source, name: str) -> None:
             "them, and name that"
         )
     draft.set("spec.model.source", uri)
-    draft.set("spec.model.name", model_name(str(spec.take("model.name", name))))
+    set_model_name(draft, str(spec.take("model.name", name)))
 
     for field, path in (("maxAdapters", "maxLoras"), ("maxRank", "maxLoraRank")):
         if value := spec.take(f"model.lora.{field}"):
@@ -226,6 +228,7 @@ def _set_scale(draft: Draft, spec: Source) -> None:
     elif least is not None:
         draft.lose(spec.name_of("scaling.minReplicas"), "autoscaling needs maxReplicas, too")
     multiply_by_data_ranks(draft)
+    set_reasoning_default(draft)
 
     if value := spec.take("rolloutStrategy.maxUnavailable"):
         set_if_valid(

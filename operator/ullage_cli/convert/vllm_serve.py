@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
-from ullage_cli.manifest_draft import Draft, model_name, service_name
+from ullage_cli.manifest_draft import Draft, service_name
 from ullage_cli.vllm_arguments import (
     POOL,
     multiply_by_data_ranks,
     read_tokens,
+    set_model_name,
+    set_reasoning_default,
     source_uri,
     translate,
 )
@@ -44,12 +46,13 @@ def convert(words: Sequence[str]) -> Draft:
 
     draft = Draft(service_name(models[0]))
     draft.set("spec.model.source", source_uri(models[0]))
-    draft.set("spec.model.name", model_name(models[0]))
+    set_model_name(draft, models[0])
     for text in models[1:]:
         draft.lose(text, "vllm serve takes one model")
 
     translate(draft, [each for each in arguments if each.name != "model"])
     multiply_by_data_ranks(draft)
+    set_reasoning_default(draft)
     if draft.get(f"{POOL}.gpus") is None:
         draft.set(f"{POOL}.gpus", 1)
     return draft

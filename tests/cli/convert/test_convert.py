@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ullage_cli.convert.source import Source
 from ullage_cli.main import main
 from ullage_cli.manifest_draft import Draft
+from ullage_cli.vllm_arguments import threshold_percent
 from ullage_operator.api.parsing import parse
 
 KSERVE = """\
@@ -442,6 +443,44 @@ def test_tolerations_of_all_models_are_kept(
     assert keys(chat) == expected
     assert keys(plain) == ["all"]
     assert not any("tolerations" in line for line in lost)
+
+
+def test_meanings_that_differ_have_comments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "vllm serve /m/Chat.gguf --gpu-memory-utilization 0.955"
+    assert main(["convert", "--", *words.split()]) == 0
+    out = " ".join(line.strip(" #") for line in capsys.readouterr().out.splitlines())
+    assert "vLLM's clients request it as /m/Chat.gguf; they need this name name: m/Chat" in out
+    assert "thoughts stay in content; write Auto to split them reasoning: " in out
+
+    [manifest], _ = run(capsys, "--", *words.split())
+    spec = manifest["spec"]
+    assert spec["memory"]["thresholdPercent"] == 95
+    assert spec["prompts"] == {"reasoning": "None"}
+
+
+@pytest.mark.parametrize("percent", range(1, 101))
+def test_whole_percents_keep_their_value(percent: int) -> None:
+    assert threshold_percent(str(percent / 100)) == percent
+
+
+def test_a_model_on_the_claim_of_a_chart(capsys: pytest.CaptureFixture[str], write: Any) -> None:
+    text = VALUES.replace("modelURL: org/Chat-7B", "modelURL: /data/models/chat")
+    chat, lost = run(capsys, write(text))[0][0], run(capsys, write(text))[1]
+    assert "modelCache" not in chat["spec"]["pools"]["single"]
+    assert "servingEngineSpec.modelSpec[0].pvcStorage" in names(lost)
+
+    text = text.replace("pvcStorage: 50Gi", "pvcExistingClaimName: files")
+    chat = run(capsys, write(text))[0][0]
+    assert chat["spec"]["model"]["source"] == "pvc://files/models/chat"
+
+
+def test_a_model_that_is_off_is_stopped(capsys: pytest.CaptureFixture[str], write: Any) -> None:
+    text = VALUES.replace("    - name: plain", "    - name: plain\n      enabled: false")
+    (chat, plain), _ = run(capsys, write(text))
+    assert "stop" not in chat["spec"]
+    assert plain["spec"]["stop"] is True
 
 
 def test_the_older_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
