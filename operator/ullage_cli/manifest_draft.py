@@ -38,6 +38,8 @@ class Draft:
         """Reason of each choice, by the field's dotted path. A line of text without a full stop."""
         self.lost: list[str] = []
         """One line for each setting without a counterpart: its name, a colon and an explanation."""
+        self.data_ranks = 1
+        """Data-parallel ranks of each replica of the source, which become engines."""
 
     def set(self, path: str, value: Any, reason: str = "") -> None:
         """Set a field, such as `spec.model.dtype`, and keep the reason for its value."""

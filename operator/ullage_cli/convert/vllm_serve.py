@@ -2,17 +2,19 @@
 
 from collections.abc import Sequence
 
-from ullage_cli.manifest_draft import Draft, model_name, service_name
+from ullage_cli.manifest_draft import Draft, service_name
 from ullage_cli.vllm_arguments import (
     POOL,
+    multiply_by_data_ranks,
     read_tokens,
+    set_model_name,
+    set_reasoning_default,
     source_uri,
     translate,
 )
 from ullage_operator.api.errors import LocalFailure
 
 MODULE = "vllm.entrypoints.openai.api_server"
-_NAMED_FIRST = ("model", "served_model_name")
 
 
 def is_command(words: Sequence[str]) -> bool:
@@ -36,17 +38,21 @@ def convert(words: Sequence[str]) -> Draft:
         rest = rest[1:]
 
     positional, arguments = read_tokens(rest)
-    models = [*positional, *(str(each.value) for each in arguments if each.name == "model")]
+    named = [str(each.value) for each in arguments if each.name == "model"]
+    # vLLM ignores the positional argument if --model is there, and the last --model counts.
+    models = [*reversed(named), *positional]
     if not models:
         raise LocalFailure("vllm serve: names no model; write vllm serve ORG/NAME")
 
     draft = Draft(service_name(models[0]))
     draft.set("spec.model.source", source_uri(models[0]))
-    draft.set("spec.model.name", model_name(models[0]))
-    for text in positional[1:]:
+    set_model_name(draft, models[0])
+    for text in models[1:]:
         draft.lose(text, "vllm serve takes one model")
 
     translate(draft, [each for each in arguments if each.name != "model"])
+    multiply_by_data_ranks(draft)
+    set_reasoning_default(draft)
     if draft.get(f"{POOL}.gpus") is None:
         draft.set(f"{POOL}.gpus", 1)
     return draft

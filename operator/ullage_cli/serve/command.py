@@ -224,9 +224,14 @@ def _draft(options: argparse.Namespace) -> Draft:
     return decide(report.models[0], machine, asked)
 
 
+def tensor_counts(device: str) -> tuple[int, ...]:
+    """Return the numbers of tensor-parallel ranks to try, from the smallest one."""
+    return (1,) if device == "cpu" else (1, 2, 4, MAX_GPUS)
+
+
 def sizes_request(asked: Asked, device: str) -> SizesRequest:
     """Return the request for the sizes that a decision needs."""
-    counts = (1, 2, 4, MAX_GPUS) if device != "cpu" else (1,)
+    counts = tensor_counts(device)
     is_extra = asked.quantization in ("none", "w8a8")
     return SizesRequest(
         sources=(asked.source,),

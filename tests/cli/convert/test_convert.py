@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ullage_cli.convert.source import Source
 from ullage_cli.main import main
 from ullage_cli.manifest_draft import Draft
+from ullage_cli.vllm_arguments import threshold_percent
 from ullage_operator.api.parsing import parse
 
 KSERVE = """\
@@ -144,7 +145,7 @@ def test_kserve(capsys: pytest.CaptureFixture[str], write: Any) -> None:
     assert spec["replicas"] == 6
     assert (pool["gpus"], pool["parallelism"]) == (2, {"tensor": 2, "pipeline": 1})
     assert pool["resources"]["limits"] == {"cpu": "8", "memory": "64Gi"}
-    assert pool["autoscaling"] == {"minReplicas": 2, "maxReplicas": 8}
+    assert pool["autoscaling"] == {"minReplicas": 6, "maxReplicas": 24}
     assert spec["batching"] == {"maxSequences": 32}
     assert spec["vllm"]["args"] == {"enforce_eager": True}
     assert spec["engine"] == "VLLM"
@@ -242,6 +243,37 @@ def test_gpus_that_are_not_one_for_each_rank(
         assert any(said in line for line in lost), lost
 
 
+@pytest.mark.parametrize("resource", ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared"])
+def test_parts_of_gpus_are_gpus(
+    capsys: pytest.CaptureFixture[str], write: Any, resource: str
+) -> None:
+    text = KSERVE.replace('nvidia.com/gpu: "2"', f'{resource}: "1"').replace("tensor: 2, ", "")
+    [manifest], lost = run(capsys, write(text))
+    pool = manifest["spec"]["pools"]["single"]
+    assert (pool["gpus"], pool["gpuResourceName"]) == (1, resource)
+    assert "device" not in manifest["spec"]
+    assert not any(resource in line for line in lost)
+
+
+def test_a_type_of_gpu_is_the_resource(capsys: pytest.CaptureFixture[str], write: Any) -> None:
+    text = VALUES.replace("requestGPU: 1", "requestGPU: 1\n      requestGPUType: example.com/card")
+    chat = run(capsys, write(text))[0][0]
+    assert chat["spec"]["pools"]["single"]["gpuResourceName"] == "example.com/card"
+    assert "device" not in chat["spec"]
+
+
+@pytest.mark.parametrize("resource", ["habana.ai/gaudi", "gpu.intel.com/i915", "aws.amazon.com/x"])
+def test_other_devices_are_lost_and_never_become_a_cpu(
+    capsys: pytest.CaptureFixture[str], write: Any, resource: str
+) -> None:
+    text = KSERVE.replace("nvidia.com/gpu", resource).replace("tensor: 2, ", "")
+    [manifest], lost = run(capsys, write(text))
+    pool = manifest["spec"]["pools"]["single"]
+    assert "device" not in manifest["spec"]
+    assert pool["resources"]["limits"] == {"cpu": "8", "memory": "64Gi"}
+    assert f"spec.template.containers[0].resources.limits.{resource}" in names(lost)
+
+
 def test_a_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     command = (
         "vllm serve Qwen/Qwen3-8B -tp 2 --served-model-name qwen q --max-model-len 32K "
@@ -279,6 +311,176 @@ def test_a_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
         "--seed",
     }
     assert "secret" not in " ".join(lost)
+
+
+def test_data_parallel_ranks_multiply_replicas(
+    capsys: pytest.CaptureFixture[str], write: Any
+) -> None:
+    text = VALUES.replace('"--trust-remote-code"', '"-dp", "3"')
+    chat = run(capsys, write(text))[0][0]
+    assert chat["spec"]["replicas"] == 6
+    pool = chat["spec"]["pools"]["single"]
+    assert pool["autoscaling"] == {"minReplicas": 3, "maxReplicas": 12}
+
+    text = KSERVE.replace("data: 3", "").replace("--enforce-eager", "--data-parallel-size=2")
+    [manifest], _ = run(capsys, write(text))
+    assert manifest["spec"]["replicas"] == 4
+
+    [manifest], _ = run(capsys, "--", "vllm", "serve", "m/m", "-dp", "4")
+    assert manifest["spec"]["replicas"] == 4
+
+
+def test_experts_over_data_parallel_ranks_are_refused(
+    capsys: pytest.CaptureFixture[str], write: Any
+) -> None:
+    path = write(KSERVE.replace("data: 3", "data: 3, expert: true"))
+    commands = (["--", "vllm", "serve", "m/m", "-dp", "2", "--enable-expert-parallel"], [path])
+    for words in commands:
+        assert main(["convert", *words]) == 2
+        assert "each engine of Ullage needs the whole model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_chunked_prefill_stays_off(
+    capsys: pytest.CaptureFixture[str], write: Any, is_first: bool
+) -> None:
+    options = [["--no-enable-chunked-prefill"], ["--max-num-batched-tokens", "8192"]]
+    words = options[0] + options[1] if is_first else options[1] + options[0]
+    [manifest], lost = run(capsys, "--", "vllm", "serve", "m/m", *words)
+    assert manifest["spec"]["batching"] == {"prefillChunkTokens": 0}
+    assert [line for line in lost if "batched" in line and "chunked prefill is off" in line]
+
+    text = VALUES.replace("maxModelLen: 16384", "maxNumBatchedTokens: 8192")
+    chat, lost = run(capsys, write(text))[0][0], run(capsys, write(text))[1]
+    assert chat["spec"]["batching"]["prefillChunkTokens"] == 0
+    assert any(line.split(": ")[0].endswith("maxNumBatchedTokens") for line in lost)
+
+
+def test_options_with_several_values_keep_all(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "vllm serve --cudagraph-capture-sizes 1 2 4 --ignore-patterns a* b* --model org/m"
+    [manifest], lost = run(capsys, "--", *words.split())
+    assert not lost
+    spec = manifest["spec"]
+    assert spec["model"]["source"] == "hf://org/m"
+    assert spec["vllm"]["args"] == {
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "ignore_patterns": ["a*", "b*"],
+    }
+
+
+def test_the_option_that_names_the_model_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "vllm serve org/a --model org/b"
+    [manifest], lost = run(capsys, "--", *words.split())
+    assert manifest["spec"]["model"]["source"] == "hf://org/b"
+    assert names(lost) == {"org/a"}
+
+
+def test_words_that_nothing_explains_are_named(
+    capsys: pytest.CaptureFixture[str], write: Any
+) -> None:
+    text = KSERVE.replace("--enforce-eager", 'stray", "/mnt/models')
+    _, lost = run(capsys, write(text))
+    assert "spec.template.containers[0].args stray" in names(lost)
+    assert "/mnt/models" not in " ".join(lost)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password"])
+def test_plain_secrets_are_never_printed(
+    capsys: pytest.CaptureFixture[str], write: Any, name: str
+) -> None:
+    text = VALUES.replace("{name: A, value: b}", f"{{name: {name}, value: hidden-value}}")
+    path = write(text)
+    assert main(["convert", path]) == 0
+    out, err = capsys.readouterr()
+    assert "hidden-value" not in out + err
+    assert f"servingEngineSpec.modelSpec[1].env[{name}]" in names(run(capsys, path)[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "explanation"),
+    [
+        ("--config c.yaml", "--config", "convert the options in this file, too"),
+        ("-dpl 2", "-dpl", "replicas"),
+        ("-dcp 2", "-dcp", "parallelism"),
+        ("-dpn 1", "-dpn", "replicas"),
+        ("--hf-overrides.a.b 1", "--hf-overrides.a.b", "in full: --hf-overrides JSON"),
+        ("--max-model-len auto", "--max-model-len auto", "left out"),
+        ("--max-model-len -1", "--max-model-len -1", "left out"),
+        ("--quantization gguf", "--quantization gguf", "left out"),
+    ],
+)
+def test_explanations_of_lost_options(
+    capsys: pytest.CaptureFixture[str], words: str, name: str, explanation: str
+) -> None:
+    [manifest], lost = run(capsys, "--", "vllm", "serve", "m/m", *words.split())
+    assert manifest["spec"]["model"]["source"] == "hf://m/m"
+    assert names(lost) == {name}
+    assert explanation in lost[0]
+
+
+def test_arguments_from_elsewhere_are_named(capsys: pytest.CaptureFixture[str], write: Any) -> None:
+    variable = 'value: "--dtype half --max-num-seqs 32"'
+    source = "valueFrom: {configMapKeyRef: {name: a, key: b}}"
+    _, lost = run(capsys, write(KSERVE.replace(variable, source)))
+    assert "spec.template.containers[0].env[VLLM_ADDITIONAL_ARGS]" in names(lost)
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("", ["all", "gpu"]), ("override", ["gpu"])])
+def test_tolerations_of_all_models_are_kept(
+    capsys: pytest.CaptureFixture[str], write: Any, policy: str, expected: list[str]
+) -> None:
+    shared = "  tolerations: [{key: all, operator: Exists}]\n  modelSpec:"
+    text = VALUES.replace("  modelSpec:", shared)
+    if policy:
+        own = "      tolerations:"
+        text = text.replace(own, f"      tolerationsPolicy: {policy}\n{own}")
+    (chat, plain), lost = run(capsys, write(text))
+
+    def keys(manifest: dict[str, Any]) -> list[str]:
+        spec = manifest["spec"]["pools"]["single"]["podTemplate"]["spec"]
+        return [each["key"] for each in spec["tolerations"]]
+
+    assert keys(chat) == expected
+    assert keys(plain) == ["all"]
+    assert not any("tolerations" in line for line in lost)
+
+
+def test_meanings_that_differ_have_comments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "vllm serve /m/Chat.gguf --gpu-memory-utilization 0.955"
+    assert main(["convert", "--", *words.split()]) == 0
+    out = " ".join(line.strip(" #") for line in capsys.readouterr().out.splitlines())
+    assert "vLLM's clients request it as /m/Chat.gguf; they need this name name: m/Chat" in out
+    assert "thoughts stay in content; write Auto to split them reasoning: " in out
+
+    [manifest], _ = run(capsys, "--", *words.split())
+    spec = manifest["spec"]
+    assert spec["memory"]["thresholdPercent"] == 95
+    assert spec["prompts"] == {"reasoning": "None"}
+
+
+@pytest.mark.parametrize("percent", range(1, 101))
+def test_whole_percents_keep_their_value(percent: int) -> None:
+    assert threshold_percent(str(percent / 100)) == percent
+
+
+def test_a_model_on_the_claim_of_a_chart(capsys: pytest.CaptureFixture[str], write: Any) -> None:
+    text = VALUES.replace("modelURL: org/Chat-7B", "modelURL: /data/models/chat")
+    chat, lost = run(capsys, write(text))[0][0], run(capsys, write(text))[1]
+    assert "modelCache" not in chat["spec"]["pools"]["single"]
+    assert "servingEngineSpec.modelSpec[0].pvcStorage" in names(lost)
+
+    text = text.replace("pvcStorage: 50Gi", "pvcExistingClaimName: files")
+    chat = run(capsys, write(text))[0][0]
+    assert chat["spec"]["model"]["source"] == "pvc://files/models/chat"
+
+
+def test_a_model_that_is_off_is_stopped(capsys: pytest.CaptureFixture[str], write: Any) -> None:
+    text = VALUES.replace("    - name: plain", "    - name: plain\n      enabled: false")
+    (chat, plain), _ = run(capsys, write(text))
+    assert "stop" not in chat["spec"]
+    assert plain["spec"]["stop"] is True
 
 
 def test_the_older_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
