@@ -15,7 +15,8 @@ CPU_KV_SHARE = 4
 WORKER_BYTES = 512 << 20
 """Memory of a worker besides weights, KV and arenas: Python, torch and workspaces.
 
-SmolLM2-135M's worker on a CPU used 440 MiB. A worker on a GPU has its CUDA context there.
+The worker of SmolLM2-135M on a CPU stays within it. For a worker on a GPU, which has its CUDA
+context there, it is an assumption.
 """
 
 

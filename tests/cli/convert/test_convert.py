@@ -238,8 +238,8 @@ def test_gpus_that_are_not_one_for_each_rank(
 ) -> None:
     for count, said in (("0.5", "0.5 of a GPU"), ("8", "8 GPUs for 1 ranks")):
         text = VALUES.replace("requestGPU: 1", f"requestGPU: {count}")
-        manifest, lost = run(capsys, write(text))[0][0], run(capsys, write(text))[1]
-        assert manifest["spec"]["pools"]["single"]["gpus"] == 1
+        manifests, lost = run(capsys, write(text))
+        assert manifests[0]["spec"]["pools"]["single"]["gpus"] == 1
         assert any(said in line for line in lost), lost
 
 
@@ -351,7 +351,7 @@ def test_chunked_prefill_stays_off(
     assert [line for line in lost if "batched" in line and "chunked prefill is off" in line]
 
     text = VALUES.replace("maxModelLen: 16384", "maxNumBatchedTokens: 8192")
-    chat, lost = run(capsys, write(text))[0][0], run(capsys, write(text))[1]
+    (chat, _), lost = run(capsys, write(text))
     assert chat["spec"]["batching"]["prefillChunkTokens"] == 0
     assert any(line.split(": ")[0].endswith("maxNumBatchedTokens") for line in lost)
 
@@ -467,7 +467,7 @@ def test_whole_percents_keep_their_value(percent: int) -> None:
 
 def test_a_model_on_the_claim_of_a_chart(capsys: pytest.CaptureFixture[str], write: Any) -> None:
     text = VALUES.replace("modelURL: org/Chat-7B", "modelURL: /data/models/chat")
-    chat, lost = run(capsys, write(text))[0][0], run(capsys, write(text))[1]
+    (chat, _), lost = run(capsys, write(text))
     assert "modelCache" not in chat["spec"]["pools"]["single"]
     assert "servingEngineSpec.modelSpec[0].pvcStorage" in names(lost)
 

@@ -73,6 +73,30 @@ def test_the_router_listens_on_loopback_for_the_pages_that_are_allowed(
     assert config.cors.allowed_origins == tuple(origins)
 
 
+def test_statistics_are_public_on_loopback_only(manifest: Make, tmp_path: Path) -> None:
+    def router(host: str) -> RouterConfig:
+        plan = plan_local(
+            parse(manifest()),
+            tmp_path,
+            http_port=0,
+            grpc_port=0,
+            log_level="warning",
+            host=host,
+        )
+        config: RouterConfig = read(plan, "demo-router-0", RouterConfig)
+        return config
+
+    inside = router("127.0.0.1")
+    assert inside.http.public_stats
+    assert inside.console is not None
+    assert inside.console.local
+    outside = router("0.0.0.0")
+    assert (outside.http.host, outside.grpc.host) == ("0.0.0.0", "0.0.0.0")
+    assert outside.metrics.host == "127.0.0.1"
+    assert not outside.http.public_stats
+    assert outside.console is None or not outside.console.local
+
+
 def test_engines_take_the_devices_that_the_machine_has(manifest: Make, tmp_path: Path) -> None:
     assert read(local(manifest(), tmp_path), "demo-single-0", EngineConfig).device == "auto"
 
