@@ -28,11 +28,14 @@ def compute(case: dict[str, str], rank: int) -> None:
     own.finalize()
     plans = msgspec.msgpack.decode(Path(case["plans"]).read_bytes(), type=list[StepPlan])
     tokens = [[token.token_id for token in own.runner.execute(plan)] for plan in plans]
+    scored = own.runner.take_prompt_logprobs()
     own.close()
     if rank == own.layout.sampling_rank:
-        Path(case["out"]).write_text(json.dumps(tokens))
+        scores = [(part.request_id, part.start, part.logprobs.hex()) for part in scored]
+        Path(case["out"]).write_text(json.dumps({"tokens": tokens, "scores": scores}))
     else:
         assert not any(tokens), "only one rank samples"
+        assert not scored, "only one rank scores"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -19,7 +20,7 @@ from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.model_config.dtypes import KvDtype
 from ullage_engine.model_loader.loader import load_weights
 from ullage_engine.protocol.requests import SamplingParams
-from ullage_engine.protocol.step_plan import Chunk, StepPlan
+from ullage_engine.protocol.step_plan import Chunk, PromptTargets, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.server.worker_env import worker_env
 
@@ -29,6 +30,7 @@ GREEDY = SamplingParams(temperature=0.0)
 CHUNK = 32
 SEQUENCES = 8
 LENGTH = 128
+TOP = 2
 
 LFM2_LAYERS = ["conv", "full_attention", "conv", "conv", "full_attention", "conv"]
 MODELS: dict[str, dict[str, Any]] = {
@@ -102,6 +104,20 @@ def kv_dtype(model: str) -> KvDtype:
     return "fp8" if model.endswith("fp8_kv") else "auto"
 
 
+Scores = dict[tuple[str, int], list[float]]
+"""Log-probabilities of a prompt's token and of its alternatives, by request and position."""
+
+
+def scores_of(parts: list[tuple[str, int, str]]) -> Scores:
+    scores: Scores = {}
+    for name, start, numbers in parts:
+        rows = np.frombuffer(bytes.fromhex(numbers), "<f4").reshape(-1, 1 + TOP)
+        for position, row in enumerate(rows.tolist(), start):
+            assert (name, position) not in scores, "a token that is scored twice"
+            scores[name, position] = row
+    return scores
+
+
 class Recorded:
     """What one process computed: plans, and the tokens of each."""
 
@@ -125,9 +141,12 @@ class Recorded:
         self._turns = [0] * SEQUENCES
         self.plans: list[StepPlan] = []
         self.tokens: list[list[int]] = []
+        self.scores: Scores = {}
+        self.prompts: list[list[int]] = []
 
     def run(self, prompts: list[list[int]], num_tokens: int) -> None:
         """Prompts join one by one, a chunk a step, beside every decode."""
+        self.prompts = prompts
         texts = [list(prompt) for prompt in prompts]
         computed = [0] * len(prompts)
         while any(len(t) < len(p) + num_tokens for t, p in zip(texts, prompts, strict=True)):
@@ -139,11 +158,14 @@ class Recorded:
             self.tokens.append([token.token_id for token in tokens])
             for chunk in chunks:
                 computed[int(chunk.request_id)] += len(chunk.token_ids)
+            parts = self._runner.take_prompt_logprobs()
+            self.scores |= scores_of([(p.request_id, p.start, p.logprobs.hex()) for p in parts])
             for token in tokens:
                 texts[int(token.request_id)].append(token.token_id)
 
     def _chunk(self, index: int, text: list[int], start: int, prompt: list[int]) -> Chunk:
         end = min(len(text), start + CHUNK)
+        scored = prompt[start + 1 : end + 1]
         self._turns[index] += 1
         return Chunk(
             request_id=str(index),
@@ -156,6 +178,7 @@ class Recorded:
             # A state is read in one of the sequence's two slots and written to the other.
             state_slot=2 * index + self._turns[index] % 2 if start else None,
             next_state_slot=2 * index + (self._turns[index] + 1) % 2,
+            targets=PromptTargets(start + 1, scored, TOP) if scored else None,
             # Ranks keep windows in blocks of their own; one process, here, does not.
             window_block_ids=list(range(64 + index, 128, 8))[: -(-end // 16)],
         )
@@ -183,8 +206,8 @@ def recorded(
 @pytest.fixture(scope="module")
 def computed(
     recorded: dict[str, tuple[Path, Recorded]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], list[list[int]]]:
-    """The tokens of every case, by four processes that live through all of them."""
+) -> dict[tuple[str, str], Any]:
+    """The tokens and scores of every case, by four processes that live through all of them."""
     folder = tmp_path_factory.mktemp("ranks")
     cases = [write_case(folder, recorded, *case) for case in CASES]
     environment = {**os.environ, **worker_env(1, 4)}
@@ -236,16 +259,39 @@ def test_a_group_gives_the_tokens_of_one_process(
     model: str,
     layout: str,
     recorded: dict[str, tuple[Path, Recorded]],
-    computed: dict[tuple[str, str], list[list[int]]],
+    computed: dict[tuple[str, str], Any],
 ) -> None:
     expected = recorded[model][1].tokens
+    tokens = computed[model, layout]["tokens"]
     if kv_dtype(model) == "fp8" or quantization(model) in ("int8", "int4"):
         # Sums differ in their last bits, which now and then round to another float8, or to another
         # int8 where rows are rounded before they are multiplied.
-        told, wanted = map(flat, (computed[model, layout], expected))
+        told, wanted = map(flat, (tokens, expected))
         alike = [one == other for one, other in zip(told, wanted, strict=True)]
         assert sum(alike) >= 0.9 * len(alike)
     else:
-        assert computed[model, layout] == expected
+        assert tokens == expected
     # A text that repeats one token would hide almost any fault.
     assert len(set(flat(expected))) > 20
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_a_group_scores_prompts_as_one_process(
+    model: str,
+    layout: str,
+    recorded: dict[str, tuple[Path, Recorded]],
+    computed: dict[tuple[str, str], Any],
+) -> None:
+    """Stages split a chunk, and only the sampling rank has the logits."""
+    wanted = recorded[model][1].scores
+    scores = scores_of(computed[model, layout]["scores"])
+    assert scores.keys() == wanted.keys()
+    assert len(scores) == sum(len(prompt) - 1 for prompt in recorded[model][1].prompts)
+    is_rounded = kv_dtype(model) == "fp8" or quantization(model) != "none"
+    differences = [
+        abs(one - other)
+        for place, row in wanted.items()
+        for one, other in zip(scores[place], row, strict=True)
+    ]
+    assert max(differences) < (2.0 if is_rounded else 1e-3)
+    assert sum(differences) / len(differences) < (0.1 if is_rounded else 1e-4)
