@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ullage_cli.serve.command import local_source, tensor_counts
-from ullage_cli.serve.decide import Asked, Machine, budget_of, preferred_forms
+from ullage_cli.serve.decide import ServeMachine, ServeOptions, budget_of, preferred_forms
 from ullage_cli.serve.fit import Budget, choose_fit
 from ullage_cli.sizes import compute_sizes, readable
 from ullage_common.model_sizes import (
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         tensors=tensor_counts(options.device),
     )
     report = compute_sizes(request)
-    budget = budget_of(machine_of(report, options.memory), Asked(source=""))
+    budget = budget_of(machine_of(report, options.memory), ServeOptions(source=""))
 
     if options.json:
         json.dump(as_json(report, budget), sys.stdout, indent=2)
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(model.error for model in report.models) else 0
 
 
-def machine_of(report: SizesReport, memory: int | None) -> Machine:
+def machine_of(report: SizesReport, memory: int | None) -> ServeMachine:
     """Return the machine that the report describes, or one with the given memory instead.
 
     Args:
@@ -110,7 +110,7 @@ def machine_of(report: SizesReport, memory: int | None) -> Machine:
     if memory is not None and facts.device == "cuda":
         gpu = GpuMemory(name="--memory", total_bytes=memory, free_bytes=memory)
         facts = msgspec.structs.replace(facts, gpus=(gpu,))
-    return Machine(
+    return ServeMachine(
         facts=facts,
         memory_bytes=usable_bytes() if memory is None else memory,
         cores=usable_cores(),

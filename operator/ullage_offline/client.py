@@ -1,8 +1,8 @@
 """Sends requests to the router of a service, as many at a time as the service can use.
 
-A request that the service refuses for now waits as long as the refusal says, in the place of
-another one. A request whose router or engine is lost is sent again, as is one whose answer is cut
-off, up to MAX_FAULTS times in a row.
+A request that the service refuses waits for the time that the refusal names, and keeps its place
+among those in flight. A request is sent again if its router or engine is lost or if its answer is
+cut off, up to MAX_FAULTS times in a row.
 """
 
 import logging

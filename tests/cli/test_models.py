@@ -9,7 +9,7 @@ from ullage_cli.main import main
 from ullage_cli.models import as_json as models_as_json
 from ullage_cli.models import machine_of, print_table
 from ullage_cli.serve.command import sizes_request, tensor_counts
-from ullage_cli.serve.decide import Asked, budget_of
+from ullage_cli.serve.decide import ServeOptions, budget_of
 from ullage_common.model_sizes import (
     QUANTIZATIONS,
     FormSizes,
@@ -72,7 +72,7 @@ def test_a_size_is_a_quantity(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_memory_of_one_gpu_can_be_named() -> None:
     report = SizesReport(machine=MachineFacts(device="cuda"), models=())
-    budget = budget_of(machine_of(report, 24 * GIB), Asked(source=""))
+    budget = budget_of(machine_of(report, 24 * GIB), ServeOptions(source=""))
     assert (budget.is_cpu, budget.num_gpus, budget.device_bytes) == (False, 1, 24 * GIB)
 
 
@@ -100,7 +100,7 @@ def test_a_model_may_take_several_gpus(capsys: pytest.CaptureFixture[str]) -> No
         machine=MachineFacts(device="cuda", gpus=(gpu,) * 4),
         models=(SourceSizes(source="hf://a/b", name="a/b", sizes=sizes),),
     )
-    budget = budget_of(machine_of(report, None), Asked(source=""))
+    budget = budget_of(machine_of(report, None), ServeOptions(source=""))
 
     [model] = models_as_json(report, budget)["models"]  # type: ignore[misc]
     assert model["fits"]["ranks"] == 4
@@ -112,4 +112,4 @@ def test_a_model_may_take_several_gpus(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
 def test_serve_tries_the_same_numbers_of_gpus(device: str) -> None:
-    assert sizes_request(Asked(source="hf://a/b"), device).tensors == tensor_counts(device)
+    assert sizes_request(ServeOptions(source="hf://a/b"), device).tensors == tensor_counts(device)

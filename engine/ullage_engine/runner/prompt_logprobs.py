@@ -94,7 +94,7 @@ def _score_on_cpu(
 
 
 def as_message(request_id: str, start: int, parts: Sequence[ScoredRows]) -> PromptLogprobs:
-    """Return the message with consecutive rows, the first of which scores position `start`."""
+    """Return the message with consecutive rows. The first row scores position `start`."""
     logprobs, top_ids, ranks = (np.concatenate(each) for each in zip(*parts, strict=True))
     return PromptLogprobs(
         request_id,

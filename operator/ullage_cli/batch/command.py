@@ -26,7 +26,7 @@ from ullage_cli.batch.lines import (
     read_plan,
     remaining,
 )
-from ullage_cli.batch.sender import BatchSender
+from ullage_cli.batch.sender import LineSender
 from ullage_cli.manifest_file import BASE_HELP, read_service
 from ullage_cli.offline_manifest import offline_manifest
 from ullage_operator.api.errors import LocalFailure
@@ -62,7 +62,7 @@ server is lost, 130 interrupted
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchRun:
     """The open files of a batch, and what is to be done."""
 
     source: BinaryIO
@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def _open(options: argparse.Namespace, stack: contextlib.ExitStack) -> Batch:
+def _open(options: argparse.Namespace, stack: contextlib.ExitStack) -> BatchRun:
     """Open the files of a batch, and cut a torn last line of the output.
 
     Raises:
@@ -185,7 +185,7 @@ def _open(options: argparse.Namespace, stack: contextlib.ExitStack) -> Batch:
         raise LocalFailure(
             f"{error.filename or output_path}: {error.strerror}; choose another file"
         ) from None
-    return Batch(source, output, plan, answered)
+    return BatchRun(source, output, plan, answered)
 
 
 def _check_same(plan: Plan, answered: Answered, source_path: Path, output_path: Path) -> None:
@@ -218,7 +218,7 @@ def _read(path: Path, read: Callable[[BinaryIO], T], file: BinaryIO) -> T:
         raise LocalFailure(f"{path}: {error}") from None
 
 
-def _send(batch: Batch, options: argparse.Namespace) -> None:
+def _send(batch: BatchRun, options: argparse.Namespace) -> None:
     key = options.api_key or os.environ.get("ULLAGE_API_KEY", "")
     with _server(options) as (url, failure):
         asyncio.run(_answer_all(batch, url, key, options.concurrency, failure))
@@ -247,7 +247,7 @@ def _server(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str
 
 
 async def _answer_all(
-    batch: Batch, url: str, key: str, concurrency: int, failure: Callable[[], str]
+    batch: BatchRun, url: str, key: str, concurrency: int, failure: Callable[[], str]
 ) -> None:
     """Send all requests without an answer, and write a line for each answer.
 
@@ -260,7 +260,7 @@ async def _answer_all(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
-    async with BatchSender(url, key, concurrency, failure) as sender:
+    async with LineSender(url, key, concurrency, failure) as sender:
         _check_models(batch.plan.models, await sender.models())
         entries = remaining(batch.plan, batch.answered)
         with _progress(batch) as bar:
@@ -276,7 +276,7 @@ async def _answer_all(
 
 
 def _check_models(asked: set[str], served: set[str]) -> None:
-    """Refuse a batch of which every request would be answered 404.
+    """Refuse a batch if the server would answer every request with 404.
 
     Raises:
         LocalFailure: the server serves none of the models.
@@ -289,7 +289,7 @@ def _check_models(asked: set[str], served: set[str]) -> None:
         )
 
 
-def _progress(batch: Batch) -> "tqdm[None]":
+def _progress(batch: BatchRun) -> "tqdm[None]":
     return tqdm(
         total=len(batch.plan.entries),
         initial=len(batch.answered.keys),
@@ -303,7 +303,7 @@ def _progress(batch: Batch) -> "tqdm[None]":
 class _Writer:
     """Appends lines to the output, and shows the progress."""
 
-    def __init__(self, batch: Batch, bar: "tqdm[None]") -> None:
+    def __init__(self, batch: BatchRun, bar: "tqdm[None]") -> None:
         self._batch = batch
         self._bar = bar
 
@@ -333,7 +333,7 @@ class _Writer:
         self._bar.update(1)
 
 
-async def _work(entries: Iterator[Entry], sender: BatchSender, writer: _Writer) -> None:
+async def _work(entries: Iterator[Entry], sender: LineSender, writer: _Writer) -> None:
     """Answer one request after another, until none is left."""
     for entry in entries:
         if entry.problem:

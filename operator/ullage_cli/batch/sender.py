@@ -39,7 +39,7 @@ BAD_GATEWAY = 502
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineAnswer:
     """The HTTP answer to a request."""
 
     status: int
@@ -85,7 +85,7 @@ def pause_s(tries: Tries, status: int, retry_after_s: float | None, now: float) 
     return None
 
 
-class BatchSender:
+class LineSender:
     """An HTTP client of one server.
 
     Args:
@@ -140,7 +140,7 @@ class BatchSender:
         except (ValueError, LookupError, TypeError):
             return set()
 
-    async def send(self, request: Request) -> Answer:
+    async def send(self, request: Request) -> LineAnswer:
         """Send a request until its answer counts.
 
         Raises:
@@ -261,12 +261,12 @@ def seconds_of(header: str) -> float | None:
     return seconds if 0 <= seconds < math.inf else None
 
 
-def _answer(response: httpx.Response) -> Answer:
+def _answer(response: httpx.Response) -> LineAnswer:
     """Return an answer. Text that is not JSON becomes the message of an error."""
     status = response.status_code
     request_id = response.headers.get("x-request-id", "")
     try:
-        return Answer(status, request_id, msgspec.json.decode(response.content))
+        return LineAnswer(status, request_id, msgspec.json.decode(response.content))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         message = response.text[:MAX_ERROR_CHARS]
 
@@ -275,4 +275,4 @@ def _answer(response: httpx.Response) -> Answer:
         message = f"the server answers {status} with a body that is not JSON: {message}"
         status = BAD_GATEWAY
     error = {"message": message, "type": "not_json", "param": None, "code": None}
-    return Answer(status, request_id, {"error": error})
+    return LineAnswer(status, request_id, {"error": error})

@@ -11,7 +11,7 @@ from pathlib import Path
 from ullage_cli import up
 from ullage_cli.local.ports import LOOPBACK
 from ullage_cli.manifest_draft import Draft
-from ullage_cli.serve.decide import Asked, Machine, decide, summary
+from ullage_cli.serve.decide import ServeMachine, ServeOptions, decide, summary
 from ullage_cli.sizes import compute_sizes
 from ullage_cli.vllm_arguments import (
     counterpart,
@@ -204,7 +204,7 @@ def _draft(options: argparse.Namespace) -> Draft:
         source = f"{source}@{options.revision}"
 
     wanted = None if options.quantization is None else options.quantization.lower()
-    asked = Asked(
+    asked = ServeOptions(
         source=source,
         name=options.name,
         dtype=options.dtype,
@@ -220,7 +220,7 @@ def _draft(options: argparse.Namespace) -> Draft:
     )
 
     report = compute_sizes(sizes_request(asked, options.device))
-    machine = Machine(facts=report.machine, memory_bytes=usable_bytes(), cores=usable_cores())
+    machine = ServeMachine(facts=report.machine, memory_bytes=usable_bytes(), cores=usable_cores())
     return decide(report.models[0], machine, asked)
 
 
@@ -229,7 +229,7 @@ def tensor_counts(device: str) -> tuple[int, ...]:
     return (1,) if device == "cpu" else (1, 2, 4, MAX_GPUS)
 
 
-def sizes_request(asked: Asked, device: str) -> SizesRequest:
+def sizes_request(asked: ServeOptions, device: str) -> SizesRequest:
     """Return the request for the sizes that a decision needs."""
     counts = tensor_counts(device)
     is_extra = asked.quantization in ("none", "w8a8")

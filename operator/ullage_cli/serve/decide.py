@@ -30,7 +30,7 @@ _QUANTIZATIONS = {"auto": "Auto", "none": "None", "int8": "Int8", "int4": "Int4"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ServeOptions:
     """What the user asked for. Fields that are None are decided here."""
 
     source: str
@@ -53,7 +53,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class ServeMachine:
     """The machine that serves."""
 
     facts: MachineFacts
@@ -63,7 +63,7 @@ class Machine:
     """Number of processor cores that this process may use."""
 
 
-def budget_of(machine: Machine, asked: Asked) -> Budget:
+def budget_of(machine: ServeMachine, asked: ServeOptions) -> Budget:
     """Return the memory of the devices that would serve the model."""
     facts = machine.facts
     threshold = 85 if asked.threshold_percent is None else asked.threshold_percent
@@ -106,7 +106,7 @@ def preferred_forms(
     return tuple(form for name in names for form in sizes.forms if form.quantization == name)
 
 
-def decide(model: SourceSizes, machine: Machine, asked: Asked) -> Draft:
+def decide(model: SourceSizes, machine: ServeMachine, asked: ServeOptions) -> Draft:
     """Return a manifest that serves a model on a machine, with a reason for each choice.
 
     Raises:
@@ -144,7 +144,9 @@ def decide(model: SourceSizes, machine: Machine, asked: Asked) -> Draft:
     return draft
 
 
-def _decide_unsized(draft: Draft, model: SourceSizes, machine: Machine, asked: Asked) -> None:
+def _decide_unsized(
+    draft: Draft, model: SourceSizes, machine: ServeMachine, asked: ServeOptions
+) -> None:
     """Decide the fields of a model whose sizes are unknown before the engine reads its files.
 
     Either only vLLM serves the model, or its weights are quantised in a format whose sizes the
@@ -179,7 +181,9 @@ def _decide_unsized(draft: Draft, model: SourceSizes, machine: Machine, asked: A
     _set_ranks(draft, asked.tensor or 1, asked.pipeline or 1, "")
 
 
-def _decide_fit(draft: Draft, model: SourceSizes, machine: Machine, asked: Asked) -> None:
+def _decide_fit(
+    draft: Draft, model: SourceSizes, machine: ServeMachine, asked: ServeOptions
+) -> None:
     """Decide the fields whose values follow from the model's sizes.
 
     Raises:
@@ -223,7 +227,7 @@ def _decide_fit(draft: Draft, model: SourceSizes, machine: Machine, asked: Asked
     _set_memory(draft, fit, budget)
 
 
-def _set_formats(draft: Draft, asked: Asked) -> None:
+def _set_formats(draft: Draft, asked: ServeOptions) -> None:
     if asked.dtype is not None:
         draft.set("spec.model.dtype", asked.dtype, "--dtype")
     if asked.kv_dtype is not None:
@@ -260,7 +264,7 @@ def _set_memory(draft: Draft, fit: Fit, budget: Budget) -> None:
     )
 
 
-def _decide_patience(draft: Draft, machine: Machine) -> None:
+def _decide_patience(draft: Draft, machine: ServeMachine) -> None:
     """Allow a CPU more time than the defaults, which are for GPUs, before requests are refused."""
     draft.set(
         "spec.limits.requestTimeout",
@@ -271,7 +275,7 @@ def _decide_patience(draft: Draft, machine: Machine) -> None:
     draft.reasons["spec.slo"] = "requests that would take longer are refused"
 
 
-def _device_reason(machine: Machine, budget: Budget) -> str:
+def _device_reason(machine: ServeMachine, budget: Budget) -> str:
     size = readable(budget.device_bytes)
     if budget.is_cpu:
         return f"no GPU is used, and {size} of memory are free here, on {machine.cores} cores"
@@ -279,7 +283,7 @@ def _device_reason(machine: Machine, budget: Budget) -> str:
     return f"{budget.num_gpus} GPUs ({', '.join(names)}) with {size} each"
 
 
-def _dtype_reason(fit: Fit, machine: Machine) -> str:
+def _dtype_reason(fit: Fit, machine: ServeMachine) -> str:
     dtype = fit.form.dtype
     if machine.facts.device == "cuda":
         return f"{dtype}, in which GPUs compute"
@@ -287,7 +291,7 @@ def _dtype_reason(fit: Fit, machine: Machine) -> str:
     return f"{dtype}: this processor {has} instructions for bfloat16"
 
 
-def _quantization_reason(fit: Fit, asked: Asked) -> str:
+def _quantization_reason(fit: Fit, asked: ServeOptions) -> str:
     weights = readable(fit.form.weights_bytes)
     stored = " and ".join(fit.form.stored) or fit.form.dtype
     if asked.quantization is not None:

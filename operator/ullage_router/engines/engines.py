@@ -518,7 +518,7 @@ class Engines:
         return [self._engines[name] for name in self.roster.nearest_two(key, point)]
 
     def held_back(self) -> frozenset[str]:
-        """Return the keys of engines to which circuit breakers allow no requests for now."""
+        """Return the keys of engines to which circuit breakers allow no requests at present."""
         self._ejected = {engine for engine in self._ejected if not engine.breaker.is_closed}
         if not self._ejected:
             return NONE

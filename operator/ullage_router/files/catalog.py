@@ -102,7 +102,7 @@ class FileCatalog:
         self._files[file.id] = file
 
     def restore(self, file: StoredFile) -> None:
-        """Add a file that the disk had when the router started, whatever the limits are now."""
+        """Add a file that was on the disk at the start, even if it exceeds the limits."""
         self._count(file.tenant, file.num_bytes, 1)
         self._files[file.id] = file
 

@@ -377,9 +377,9 @@ class Replayer:
             ServiceError: the request is too large, or engines are busy for MAX_BUSY_S.
         """
         busy_until = time.monotonic() + MAX_BUSY_S
-        while isinstance(found := self._choose(side, num_tokens + max_tokens), Unjudged):
-            self.unjudged = found
-            if found is not Unjudged.ENGINES_BUSY:
+        while isinstance(chosen := self._choose(side, num_tokens + max_tokens), Unjudged):
+            self.unjudged = chosen
+            if chosen is not Unjudged.ENGINES_BUSY:
                 busy_until = time.monotonic() + MAX_BUSY_S
             elif time.monotonic() >= busy_until:
                 message = f"no engine had plenty of free memory for {MAX_BUSY_S:g} s"
@@ -387,10 +387,10 @@ class Replayer:
             await asyncio.sleep(POLL_S)
         if self.unjudged is not Unjudged.FAILING:  # which lasts until a prompt is compared
             self.unjudged = None
-        if self._chosen.get(side) != found.key:
-            self._chosen[side] = found.key
-            self._uses[found.key] += 1
-        return found
+        if self._chosen.get(side) != chosen.key:
+            self._chosen[side] = chosen.key
+            self._uses[chosen.key] += 1
+        return chosen
 
     def _choose(self, side: Side, num_tokens: int) -> Engine | Unjudged:
         """Return the engine to ask, or why there is none.

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from ullage_cli.manifest_draft import Draft, model_name, service_name
 from ullage_cli.serve.decide import (
-    Asked,
-    Machine,
+    ServeMachine,
+    ServeOptions,
     budget_of,
     decide,
     summary,
@@ -61,23 +61,23 @@ def model(parameters: int = PARAMETERS, counts: tuple[int, ...] = (1,)) -> Sourc
     return SourceSizes(source="hf://org/Name-8B", name="org/Name-8B", sizes=sizes)
 
 
-def cpu(memory: int, *, has_vllm: bool = False) -> Machine:
+def cpu(memory: int, *, has_vllm: bool = False) -> ServeMachine:
     facts = MachineFacts(device="cpu", instruction_set="avx2", has_vllm=has_vllm)
-    return Machine(facts=facts, memory_bytes=memory, cores=8)
+    return ServeMachine(facts=facts, memory_bytes=memory, cores=8)
 
 
-def gpus(count: int, memory: int) -> Machine:
+def gpus(count: int, memory: int) -> ServeMachine:
     gpu = GpuMemory(name="H", total_bytes=memory, free_bytes=memory)
     facts = MachineFacts(device="cuda", gpus=(gpu,) * count, has_bfloat16=True)
-    return Machine(facts=facts, memory_bytes=64 * GIB, cores=8)
+    return ServeMachine(facts=facts, memory_bytes=64 * GIB, cores=8)
 
 
 def chosen(draft: Draft) -> tuple[object, object]:
     return draft.get("spec.model.quantization"), draft.get("spec.model.maxModelLen")
 
 
-def asking(**fields: object) -> Asked:
-    return Asked(source="hf://org/Name-8B", **fields)  # type: ignore[arg-type]
+def asking(**fields: object) -> ServeOptions:
+    return ServeOptions(source="hf://org/Name-8B", **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_gpus_share_a_model_before_it_is_rounded() -> None:
 def test_memory_of_other_processes_on_a_gpu_is_not_promised() -> None:
     busy = GpuMemory(name="H", total_bytes=80 * GIB, free_bytes=20 * GIB)
     facts = MachineFacts(device="cuda", gpus=(busy,))
-    machine = Machine(facts=facts, memory_bytes=64 * GIB, cores=8)
+    machine = ServeMachine(facts=facts, memory_bytes=64 * GIB, cores=8)
     budget = budget_of(machine, asking())
     assert budget.rank_bytes(1) <= 20 * GIB
 
