@@ -26,7 +26,12 @@ from ullage_verify.faults import (
 )
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.run import SCENARIOS, VerifyReport, verify
-from ullage_verify.scenarios.settings import DEFAULT_TTFT_S, ScenarioSettings
+from ullage_verify.scenarios.settings import (
+    DEFAULT_E2E_S,
+    DEFAULT_LARGE_TOKENS,
+    DEFAULT_TTFT_S,
+    ScenarioSettings,
+)
 from ullage_verify.target import TargetError, describe
 
 INTERRUPTED = 130
@@ -84,11 +89,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         f"{DEFAULT_TTFT_S:g})",
     )
     parser.add_argument(
+        "--e2e",
+        type=seconds,
+        metavar="SECONDS",
+        help="objective for whole answers in large and soak, p95 (default: the service's own, or "
+        f"{DEFAULT_E2E_S:g})",
+    )
+    parser.add_argument(
         "--large-tokens",
         type=positive,
-        default=ScenarioSettings.large_tokens,
         metavar="TOKENS",
-        help=f"threshold of the pool for large requests ({ScenarioSettings.large_tokens})",
+        help="threshold of the pool for large requests (default: the service's own, or "
+        f"{DEFAULT_LARGE_TOKENS})",
     )
     parser.add_argument(
         "--pid", type=positive, help="first process of the server here, which may be harmed"
@@ -191,6 +203,7 @@ async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -
                 minutes=options.minutes,
                 large_tokens=options.large_tokens,
                 ttft_s=options.ttft,
+                e2e_s=options.e2e,
                 num_faults=options.faults,
                 faults=faults,
                 processes=ServerProcesses(options.pid) if options.pid else None,

@@ -58,6 +58,16 @@ class Target:
         """Return the content of /stats (empty if the server is not Ullage or fails to respond)."""
         return await self.client.document("/stats") if self.is_ullage else {}
 
+    async def objective_s(self, name: str, default_s: float) -> float:
+        """Return one of the service's own latency objectives in seconds.
+
+        Args:
+            name: key of the objective in /stats.
+            default_s: value for servers that report no objectives.
+        """
+        objectives = (await self.stats()).get("objectives") or {}
+        return float(objectives.get(name) or default_s)
+
     async def metric(self, *names: str) -> float | None:
         """Return the value of the first of the given metrics that the server has, or None.
 

@@ -20,7 +20,7 @@ Checked = Callable[..., list[Criterion]]
 
 def scenario(name: str, **settings: Any) -> Callable[..., Any]:
     async def check(target: Target, server: Any, checks: Checks) -> None:
-        options = {"large_tokens": 300, "minutes": 0.04, **settings}
+        options = {"minutes": 0.04, **settings}
         await SCENARIOS[name](target, ScenarioSettings(**options), checks)
 
     return check
@@ -133,6 +133,7 @@ def test_oom_compares_no_words_of_a_server_that_does_not_repeat_itself(checked: 
     ("behaviour", "name"),
     [
         ({"large_route": "single"}, "/stats shows the route of large prompts"),
+        ({"e2e_objective_s": 0.0001}, "p95 of large requests"),
         ({"large_tokens": 5}, "/stats shows the route of small prompts"),
         ({"fails_long_prompts_with": 503}, "large prompts are answered"),
     ],
@@ -155,12 +156,13 @@ def test_large_is_skipped(checked: Checked, behaviour: dict[str, Any], reason: s
 
 def test_large_is_skipped_where_the_context_is_too_small(checked: Checked) -> None:
     (criterion,) = checked(scenario("large", large_tokens=9_000))
-    assert criterion.seen == "the context has 600 tokens, below --large-tokens 9000"
+    assert criterion.seen == "the context has 600 tokens, below the threshold 9000"
 
 
 @pytest.mark.parametrize(
     ("behaviour", "name"),
     [
+        ({"e2e_objective_s": 0.0001}, "p95 of all answers"),
         ({"drops_streams": True}, "every answer of 0.04 minutes ends well"),
         ({"grows_bytes": 1 << 20}, "growth of the server's memory"),
         ({"leaked_bytes": 500}, "allocated share of the device's memory"),

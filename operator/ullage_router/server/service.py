@@ -240,6 +240,10 @@ class RouterService:
                 "ttft_p95_s": self.config.slo.ttft_p95,
                 "e2e_p95_s": self.config.slo.e2e_p95,
             },
+            "large_requests": {
+                "prompt_tokens": self.config.routing.large_request_tokens,
+                "kv_bytes": self.config.routing.large_request_kv,
+            },
             "inflight": self.pipeline.inflight,
             "queue": {
                 "waiting": len(self.queue),

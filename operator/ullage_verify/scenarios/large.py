@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from ullage_verify.client import ChatAnswer, Document
 from ullage_verify.criteria import Checks
 from ullage_verify.quantiles import quantile
-from ullage_verify.scenarios.settings import ScenarioSettings
+from ullage_verify.scenarios.settings import DEFAULT_E2E_S, DEFAULT_LARGE_TOKENS, ScenarioSettings
 from ullage_verify.target import Target
 
 NUM_REQUESTS = 6
 ANSWER_TOKENS = 32
-P95_S = 20.0
 SINGLE_ROUTE = "single"
 
 
@@ -21,22 +20,26 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
     large_pools = sorted(
         {engine["pool"] for engine in stats.get("engines", ()) if engine["route"] != SINGLE_ROUTE}
     )
-    threshold = settings.large_tokens
+    threshold = settings.large_tokens or _threshold(stats)
     reason = ""
     if not stats:
         reason = "the server has no /stats"
     elif not large_pools:
         reason = "the service has no pool for large requests"
     elif threshold > target.usable - ANSWER_TOKENS:
-        reason = f"the context has {target.context} tokens, below --large-tokens {threshold}"
+        reason = f"the context has {target.context} tokens, below the threshold {threshold}"
     if reason:
         checks.skip("large prompts reach the large pool", reason)
         return
 
     settings.progress(f"{NUM_REQUESTS} prompts of {threshold} tokens")
     tokens = min(threshold * 11 // 10, target.usable - ANSWER_TOKENS)
-    large = await _ask_all(target, 2_000, tokens)
-    small = await _ask_all(target, 3_000, min(200, threshold // 4))
+    # One after the other: a pool that is full sends large requests elsewhere, too.
+    large = [await _ask(target, 2_000 + number, tokens) for number in range(NUM_REQUESTS)]
+    small_tokens = min(200, threshold // 4)
+    small = await asyncio.gather(
+        *(_ask(target, 3_000 + number, small_tokens) for number in range(NUM_REQUESTS))
+    )
 
     for name, answers in (("large", large), ("small", small)):
         whole = sum(answer.is_whole for answer in answers)
@@ -44,7 +47,8 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
             f"{name} prompts are answered", whole == NUM_REQUESTS, f"{NUM_REQUESTS}", f"{whole}"
         )
     times = [answer.seconds for answer in large]
-    checks.at_most("p95 of large requests", quantile(times, 0.95), P95_S)
+    limit = settings.e2e_s or await target.objective_s("e2e_p95_s", DEFAULT_E2E_S)
+    checks.at_most("p95 of large requests", quantile(times, 0.95), limit)
 
     latest = (await target.stats())["latest"]
     records = [record for record in latest if record["status"] == 200][: 2 * NUM_REQUESTS]
@@ -59,6 +63,12 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
     )
 
 
+def _threshold(stats: Document) -> int:
+    """Return the prompt size from which the server routes a request to the large pool."""
+    own = stats.get("large_requests") or {}
+    return int(own.get("prompt_tokens") or DEFAULT_LARGE_TOKENS)
+
+
 def _check_routes(checks: Checks, kind: str, records: Sequence[Document]) -> None:
     """Check that /stats shows the right route for every request of one kind, large or small."""
     right = sum((record["route"] != SINGLE_ROUTE) == (kind == "large") for record in records)
@@ -71,12 +81,8 @@ def _check_routes(checks: Checks, kind: str, records: Sequence[Document]) -> Non
     )
 
 
-async def _ask_all(target: Target, first: int, tokens: int) -> Sequence[ChatAnswer]:
-    """Send several different prompts at once, and return the final response to each."""
-    tries = await asyncio.gather(
-        *(
-            target.client.obey(target.model, target.prompt(first + number, tokens), ANSWER_TOKENS)
-            for number in range(NUM_REQUESTS)
-        )
-    )
-    return [answers[-1] for answers in tries]
+async def _ask(target: Target, number: int, tokens: int) -> ChatAnswer:
+    """Send a prompt, again whenever it is refused, and return the final response."""
+    prompt = target.prompt(number, tokens)
+    answers = await target.client.obey(target.model, prompt, ANSWER_TOKENS)
+    return answers[-1]

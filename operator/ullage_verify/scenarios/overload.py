@@ -53,19 +53,13 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         "every client is served in the end", served == NUM_REQUESTS, f"{NUM_REQUESTS}", f"{served}"
     )
     ttft = quantile([answer.ttft_s for answer in whole], 0.95)
-    limit = settings.ttft_s or await _objective_s(target)
+    limit = settings.ttft_s or await target.objective_s("ttft_p95_s", DEFAULT_TTFT_S)
     checks.at_most("p95 of the first token of accepted requests", ttft, limit)
 
     began = time.monotonic()
     hello = await target.client.chat(target.model, target.prompt(13, 16), 4)
     checks.holds("a new client afterwards", hello.is_whole, "200", hello.outcome)
     checks.at_most("time of its answer", time.monotonic() - began, BACK_WITHIN_S)
-
-
-async def _objective_s(target: Target) -> float:
-    """Return the server's objective for the p95 of the TTFT, in seconds."""
-    objectives = (await target.stats()).get("objectives") or {}
-    return float(objectives.get("ttft_p95_s") or DEFAULT_TTFT_S)
 
 
 async def _obey(target: Target, number: int) -> Sequence[ChatAnswer]:

@@ -7,6 +7,8 @@ from ullage_verify.faults import Fault
 from ullage_verify.processes import ServerProcesses
 
 DEFAULT_TTFT_S = 7.0
+DEFAULT_E2E_S = 20.0
+DEFAULT_LARGE_TOKENS = 8_000
 
 
 @dataclass(frozen=True)
@@ -15,12 +17,20 @@ class ScenarioSettings:
 
     minutes: float = 2.0
     """Duration of the soak scenario in minutes. The shift scenario takes half as long."""
-    large_tokens: int = 8_000
-    """Prompt size, in tokens, from which Ullage routes a request to the large pool."""
+    large_tokens: int | None = None
+    """Prompt size, in tokens, from which Ullage routes a request to the large pool.
+
+    If None, the server's own threshold applies, or DEFAULT_LARGE_TOKENS if it reports none.
+    """
     ttft_s: float | None = None
     """Maximum 95th percentile, in seconds, of the TTFT of accepted requests under overload.
 
     If None, the server's own objective applies, or DEFAULT_TTFT_S if it reports none.
+    """
+    e2e_s: float | None = None
+    """Maximum 95th percentile, in seconds, of the time to the end of a response.
+
+    If None, the server's own objective applies, or DEFAULT_E2E_S if it reports none.
     """
     num_faults: int = 0
     """Number of faults to inject at random times, after each fault has been injected once."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
 from ullage_verify.quantiles import quantile
-from ullage_verify.scenarios.settings import ScenarioSettings
+from ullage_verify.scenarios.settings import DEFAULT_E2E_S, ScenarioSettings
 from ullage_verify.target import Target
 
 NUM_SESSIONS = 4
@@ -20,7 +20,6 @@ ANSWER_TOKENS = (16, 64, 128)
 FULL_SHARE = 0.6
 """Fraction of the model's context that a conversation fills before a new one begins."""
 MAX_MEMORY_SHARE = 0.85
-P95_S = 20.0
 MAX_GROWTH_SHARE = 0.05
 SAMPLE_S = 2.0
 WARM_UP_SHARE = 0.25
@@ -69,7 +68,8 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         + (f" ({failed[0].error[:80]})" if failed else ""),
     )
     times = [answer.seconds for answer in answers]
-    checks.at_most("p95 of all answers", quantile(times, 0.95), P95_S)
+    limit = settings.e2e_s or await target.objective_s("e2e_p95_s", DEFAULT_E2E_S)
+    checks.at_most("p95 of all answers", quantile(times, 0.95), limit)
     _check_growth(checks, progress.resident)
     if progress.used_share:
         checks.at_most(

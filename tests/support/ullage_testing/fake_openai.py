@@ -14,6 +14,10 @@ CONTEXT = 600
 TOKEN_S = 0.001
 
 
+LARGE_TOKENS = 300
+"""The threshold of the large pool that the server reports."""
+
+
 @dataclass
 class Behaviour:
     """How the server answers. The defaults are those of a good server."""
@@ -38,12 +42,13 @@ class Behaviour:
     keeps_vanished: bool = False
     """Whether requests of vanished clients are counted as running forever."""
     ttft_objective_s: float = 60.0
+    e2e_objective_s: float = 120.0
     """Objective for the time to the first token that /stats reports, in seconds."""
     leaked_bytes: int = 0
     """Free memory, of 1,000 bytes, that each request costs for good."""
     large_route: str = "tp2pp2"
     has_large_pool: bool = True
-    large_tokens: int = 300
+    large_tokens: int = LARGE_TOKENS
     serves_stats: bool = True
     states_context: bool = True
     tires_of_long_prompts: bool = False
@@ -108,9 +113,17 @@ class FakeServer:
         engines = [engine]
         if self.behaviour.has_large_pool:
             engines.append(engine | {"pool": "large", "route": "tp2pp2", "requests_running": 0})
-        objectives = {"ttft_p95_s": self.behaviour.ttft_objective_s}
+        objectives = {
+            "ttft_p95_s": self.behaviour.ttft_objective_s,
+            "e2e_p95_s": self.behaviour.e2e_objective_s,
+        }
         return web.json_response(
-            {"engines": engines, "objectives": objectives, "latest": self.latest[::-1]}
+            {
+                "engines": engines,
+                "objectives": objectives,
+                "large_requests": {"prompt_tokens": LARGE_TOKENS},
+                "latest": self.latest[::-1],
+            }
         )
 
     async def health(self, _: web.Request) -> web.Response:
