@@ -83,10 +83,9 @@ def run_engine(step_ms: str, config_path: Path) -> int:
     from ullage_engine.server.worker_env import launch_env, worker_env
 
     config = read_file(config_path, EngineConfig)
-    base = [*COMMAND, "worker", step_ms, "--config", str(config_path)]
-    launch = WorkerLaunch(
-        lambda endpoint: [*base, "--endpoint", endpoint], launch_env(config, worker_env)
-    )
+    program = [*COMMAND, "worker", step_ms, "--config", str(config_path)]
+    environment = launch_env(config, worker_env)
+    launch = WorkerLaunch(program, lambda endpoint: ["--endpoint", endpoint], environment)
 
     async def serve() -> None:
         stop = asyncio.Event()

@@ -266,8 +266,8 @@ def tally(words: Any) -> str:
 
 
 def worker_pid(engine_pid: int) -> int:
-    """The process that holds the model, a child of the engine's server process."""
-    children = psutil.Process(engine_pid).children()
+    """The process that holds the model, a descendant of the engine's server process."""
+    children = psutil.Process(engine_pid).children(recursive=True)
     return next(c.pid for c in children if "ullage_engine.worker.main" in c.cmdline())
 
 

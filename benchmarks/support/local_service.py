@@ -50,7 +50,7 @@ class Service:
         return int(self.state["engines"][number]["pid"])
 
     def worker_pid(self, number: int) -> int | None:
-        for child in psutil.Process(self.server_pid(number)).children():
+        for child in psutil.Process(self.server_pid(number)).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 if WORKERS & set(child.cmdline()):
                     return int(child.pid)

@@ -41,7 +41,7 @@ class Engine:
     headroom: Any
 
     def worker_pid(self) -> int | None:
-        for child in psutil.Process(self.process.pid).children():
+        for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 if WORKERS & set(child.cmdline()):
                     return int(child.pid)

@@ -28,7 +28,7 @@ from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.server.app import AppError, ChooseLaunch, EngineApp
 from ullage_engine.server.restart_policy import RestartPolicy
 from ullage_engine.server.server_link import EndpointError
-from ullage_engine.server.supervisor import GaveUpError, WorkerCommand, WorkerLaunch
+from ullage_engine.server.supervisor import GaveUpError, WorkerLaunch
 from ullage_engine.server.worker_env import launch_env, vllm_env, worker_env
 from ullage_engine.tokenizer.gguf_file import read_architecture
 
@@ -38,6 +38,7 @@ _WORKERS = {
     "native": ("ullage_engine.worker.main", worker_env),
     "vllm": ("ullage_engine.vllm_worker", vllm_env),
 }
+_FORK_SERVER = (sys.executable, "-m", "ullage_engine.worker.fork_server")
 _INSTALL_VLLM = (
     "install it (make install-vllm; on Kubernetes an image that has it, as the chart's "
     "vllmEngineImage or as spec.image)"
@@ -147,8 +148,10 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
         log.info("engine %s: %s", name, reason)
         module, environment = _WORKERS[name]
         return WorkerLaunch(
-            command=_command(module, config_path),
+            program=(sys.executable, "-m", module),
+            options=lambda endpoint: ["--config", str(config_path), "--endpoint", endpoint],
             environment=launch_env(config, environment),
+            fork_server=_FORK_SERVER if name == "native" else (),
             uses_tiers=name == "native" or _vllm_uses_tiers(config),
         )
 
@@ -190,11 +193,6 @@ def _with_vllm(config: EngineConfig, has_vllm: bool) -> str:
         return f"change what vLLM refuses: {refusal}"
     setting = "set engine: vllm (spec.engine: VLLM)"
     return setting if has_vllm else f"{setting} and {_INSTALL_VLLM}"
-
-
-def _command(module: str, config_path: Path) -> WorkerCommand:
-    base = [sys.executable, "-m", module, "--config", str(config_path)]
-    return lambda endpoint: [*base, "--endpoint", endpoint]
 
 
 def _computes_on_cuda(config: EngineConfig) -> bool:

@@ -45,7 +45,7 @@ class Engine:
 
     @property
     def worker_pid(self) -> int:
-        children = psutil.Process(self.process.pid).children()
+        children = psutil.Process(self.process.pid).children(recursive=True)
         return next(c.pid for c in children if "ullage_engine.worker.main" in c.cmdline())
 
     def kill_worker(self) -> int:

@@ -43,7 +43,7 @@ def check(text: str) -> None:
 
 def kill_worker(service: "Service", engine: str) -> None:
     [pid] = [each["pid"] for each in service.state["engines"] if each["id"] == engine]
-    children = psutil.Process(pid).children()
+    children = psutil.Process(pid).children(recursive=True)
     [worker] = [each for each in children if "ullage_engine.worker.main" in each.cmdline()]
     worker.kill()
 

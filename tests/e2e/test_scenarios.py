@@ -96,7 +96,7 @@ class Client:
         return float(found[1])
 
     def worker(self) -> psutil.Process:
-        children = psutil.Process(self.engine["pid"]).children()
+        children = psutil.Process(self.engine["pid"]).children(recursive=True)
         return next(c for c in children if "ullage_engine.worker.main" in c.cmdline())
 
 

@@ -68,7 +68,8 @@ def take_in_cpp(number, frame):
     keep_limit()
     library._Znwm(ctypes.c_size_t(SIZE))  # operator new
 
-if {"ullage_engine.worker.main", "ullage_engine.worker.rank_process"} & {*sys.orig_argv}:
+# Workers and their ranks are forked from it.
+if "ullage_engine.worker.fork_server" in sys.orig_argv:
     signal.signal(signal.SIGUSR2, spin)
     signal.signal(signal.SIGALRM, take_in_python)
     signal.signal(signal.SIGVTALRM, take_in_torch)
@@ -354,7 +355,9 @@ def test_streams_go_on_soon_where_another_process_takes_the_containers_memory(
 ) -> None:
     """The kernel kills the worker or one of its ranks."""
     engine = start_engine(**sections)
-    container.take(engine.process.pid)
+    server = psutil.Process(engine.process.pid)
+    for process in (server, *server.children()):
+        container.take(process.pid)
     # Memory is the container's from the next worker on.
     replace_worker(engine)
     assert num_ooms(engine) == 0

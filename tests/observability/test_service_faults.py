@@ -221,7 +221,7 @@ def test_workers_end_and_memory_ends(service: Service, watch: Callable[..., Any]
 
 
 def worker_of(pid: int) -> psutil.Process | None:
-    for child in psutil.Process(pid).children():
+    for child in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             if "ullage_engine.worker.main" in child.cmdline():
                 return child

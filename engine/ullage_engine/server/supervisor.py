@@ -53,6 +53,7 @@ from ullage_engine.protocol.messages import (
     ToServer,
 )
 from ullage_engine.server.dispatch import Dispatcher
+from ullage_engine.server.fork_server import ForkServer
 from ullage_engine.server.hang_detector import HangDetector
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Journal, JournalEntry
@@ -60,7 +61,7 @@ from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.restart_policy import RestartPolicy
 from ullage_engine.server.server_link import ServerLink, clear_endpoints, endpoint
 from ullage_engine.server.worker_calls import AdapterCalls, ProfileCall
-from ullage_engine.server.worker_process import ChildProcess, Standby, WorkerHandle
+from ullage_engine.server.worker_process import ChildProcess, Standby, WorkerHandle, WorkerProcess
 from ullage_kv import FileTierError
 
 log = logging.getLogger("ullage.engine.supervisor")
@@ -75,16 +76,20 @@ _LAST_WORDS_S = 0.05
 _SERVER_FAULT = 0.9
 """Factor applied to the health score when this server fails to handle a message."""
 
-WorkerCommand = Callable[[str], Sequence[str]]
-"""Function that returns the command line of a worker that connects to the given endpoint."""
+WorkerOptions = Callable[[str], list[str]]
+"""Function that returns the options of a worker that connects to the given endpoint."""
 
 
 @dataclass(frozen=True)
 class WorkerLaunch:
     """Command line and environment with which an engine's workers are started."""
 
-    command: WorkerCommand
+    program: Sequence[str]
+    """Beginning of each worker's command line. The worker's options follow it."""
+    options: WorkerOptions
     environment: Mapping[str, str]
+    fork_server: Sequence[str] = ()
+    """Command line of the process from which workers are forked, or empty to execute each one."""
     uses_tiers: bool = False
     """Whether these workers keep KV in tiers outside the device."""
 
@@ -122,7 +127,8 @@ class WorkerSupervisor:
             run_dir: directory for the workers' sockets.
             unservable: returns why a worker's model cannot be served, or "" if it can.
             adapters: returns the LoRA adapters that every worker loads before it receives requests.
-            has_standby: whether to keep a standby worker ready while another worker serves.
+            has_standby: whether to keep a standby worker ready while another worker serves, if
+                workers are executed.
         """
         self._run_dir = run_dir
         self._engine_status = engine_status
@@ -135,6 +141,7 @@ class WorkerSupervisor:
         self._profile = ProfileCall()
         self._adapter_calls = AdapterCalls()
         self._standby = Standby(policy) if has_standby else None
+        self._fork_server: ForkServer | None = None
 
         self._kv: KvTiers | None = None
         self._worker: WorkerHandle | None = None
@@ -235,6 +242,9 @@ class WorkerSupervisor:
             SupervisorError: no worker can serve.
         """
         self._kv = self._dispatcher.kv = kv
+        if launch.fork_server:
+            self._fork_server = ForkServer(launch.fork_server, launch.environment)
+            self._standby = None
         try:
             while not self._stopping.is_set():
                 worker = await self._run_worker(launch)
@@ -243,6 +253,8 @@ class WorkerSupervisor:
         finally:
             if self._standby is not None:
                 await self._standby.close()
+            if self._fork_server is not None:
+                await self._fork_server.close()
 
     async def stop(self) -> None:
         """Ask the worker to exit, kill it if necessary, and wait until its process has exited."""
@@ -294,9 +306,7 @@ class WorkerSupervisor:
         # The link must listen before the process connects.
         link = ServerLink(address)
         try:
-            process = await self._standby.take() if self._standby is not None else None
-            if process is None:
-                process = ChildProcess(self._command(launch, address), launch.environment)
+            process = await self._start_process(launch, address)
         except OSError:
             link.close()
             raise
@@ -304,10 +314,20 @@ class WorkerSupervisor:
         self._worker = WorkerHandle(process, link, HangDetector(self._policy))
         return self._worker
 
+    async def _start_process(self, launch: WorkerLaunch, address: str) -> WorkerProcess:
+        if self._standby is not None and (standby := await self._standby.take()):
+            return standby
+        if self._fork_server is not None:
+            return self._fork_server.start_worker(launch.program, self._options(launch, address))
+        return ChildProcess(self._command(launch, address), launch.environment)
+
     def _command(self, launch: WorkerLaunch, address: str) -> list[str]:
         """Return a worker's command line."""
-        command = list(launch.command(address))
-        return command if self._kv is None else [*command, *self._kv.worker_options]
+        return [*launch.program, *self._options(launch, address)]
+
+    def _options(self, launch: WorkerLaunch, address: str) -> list[str]:
+        options = launch.options(address)
+        return options if self._kv is None else [*options, *self._kv.worker_options]
 
     async def _receive(self, worker: WorkerHandle) -> None:
         """Handle a worker's messages until the task is cancelled.

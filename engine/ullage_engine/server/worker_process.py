@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from ullage_common.process.memory import OomKills
 from ullage_engine.protocol.messages import Loading, Ready, StateReport, StepDone, ToServer
@@ -20,6 +21,23 @@ log = logging.getLogger("ullage.engine.supervisor")
 
 _PROGRESS_S = 1.0
 """Minimum interval between log lines of the same loading stage, in seconds."""
+
+
+class WorkerProcess(Protocol):
+    """A worker's process, executed or forked."""
+
+    @property
+    def pid(self) -> int:
+        """The process id. It changes if another process loads libraries on the worker's behalf."""
+
+    async def wait(self) -> int:
+        """Wait for the process to exit. Return its exit status, negative if a signal killed it."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless the process has exited."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process has exited."""
 
 
 class ChildProcess:
@@ -60,12 +78,13 @@ class ChildProcess:
         return await asyncio.to_thread(self._process.wait)
 
     def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has exited."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
@@ -179,7 +198,7 @@ class Standby:
 class WorkerHandle:
     """One worker process and its connection, from startup to exit."""
 
-    def __init__(self, process: ChildProcess, link: ServerLink, detector: HangDetector) -> None:
+    def __init__(self, process: WorkerProcess, link: ServerLink, detector: HangDetector) -> None:
         self.process = process
         self.link = link
         self.exited = asyncio.create_task(process.wait())

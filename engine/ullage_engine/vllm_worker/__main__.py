@@ -14,6 +14,7 @@ from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.worker import loop
+from ullage_engine.worker.forks import die_with_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +45,7 @@ def _compute(arguments: Sequence[str]) -> int:
         "--rank-bytes", type=int, required=True, help="memory of a rank's device on the leader"
     )
     options = parser.parse_args(arguments)
-    loop.die_with_parent(parent)
+    die_with_parent(parent)
     config = read_file(options.config, EngineConfig)
     logs.configure(config.server.log_level, fields={"node": options.node})
     from ullage_engine.vllm_worker.arguments import Node

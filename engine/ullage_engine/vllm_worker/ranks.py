@@ -14,7 +14,7 @@ import multiprocessing
 import time
 from typing import Any, Self
 
-from ullage_engine.worker.loop import die_with_parent
+from ullage_engine.worker.forks import die_with_parent
 
 RESUMED = "ullage_resumed"
 """Key in `extra_args` under which a request's output so far is passed, as a list of token ids."""

@@ -11,7 +11,6 @@ too little memory for this process or a rank
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -82,6 +81,7 @@ from ullage_engine.protocol.requests import (
     TokenOutput,
 )
 from ullage_engine.protocol.worker_state import WorkerState
+from ullage_engine.worker.forks import die_with_parent
 from ullage_engine.worker.profiler import Profile
 
 log = logging.getLogger("ullage.engine.worker")
@@ -111,9 +111,6 @@ TRACES_WITHIN_S = 1.0
 
 The server is waiting for the worker to exit during this time.
 """
-
-_PR_SET_PDEATHSIG = 1
-"""Operation of prctl(2) that sets the signal to receive when the parent exits."""
 
 
 class ServerGoneError(Exception):
@@ -688,11 +685,3 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
         if tracer:
             tracer.close(TRACES_WITHIN_S)
     return 0
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` exits for any reason."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have ended before the kernel was asked.
-    if os.getppid() != parent:
-        sys.exit(0)

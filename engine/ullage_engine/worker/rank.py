@@ -354,9 +354,6 @@ class RankStartup:
         """Memory-map or copy this rank's weights."""
         context = self.meter.used_bytes()
         self.ledger.record("context", context)
-        # A standby worker has a context of its own, in the same memory.
-        if self.rank == 0 and self.device.type == "cpu" and self.config.server.standby_worker:
-            self.ledger.reserve("standby", context)
 
         self._loaded = self._load()
         self.ledger.record("weights", self._loaded.nbytes)

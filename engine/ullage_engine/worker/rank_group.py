@@ -15,11 +15,10 @@ If one process of the group exits, all others exit too. One thread per process w
 import contextlib
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +40,7 @@ from ullage_engine.protocol.messages import Loading
 from ullage_engine.protocol.requests import PromptLogprobs
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.protocol.worker_state import ReservationState
+from ullage_engine.worker.forks import ForkedProcess
 from ullage_engine.worker.histories import SentHistories
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ _POLL_MS = 100
 _STOP_GRACE_S = 3.0
 """Seconds that ranks have to exit after `Stop` before they are killed."""
 
-RankCommandLine = Callable[[int, str], Sequence[str]]
-"""Function that returns the command line for a rank's process, given the rank and an endpoint."""
+StartProcess = Callable[[int, str], ForkedProcess]
+"""Function that starts a rank's process, given the rank and an endpoint."""
 
 Report = Callable[[Loading], None]
 """Function to call with a rank's loading progress."""
@@ -200,17 +200,14 @@ class RankProcesses:
     """
 
     def __init__(
-        self, world: int, endpoint_base: Path, command: RankCommandLine, report: Report
+        self, world: int, endpoint_base: Path, start: StartProcess, report: Report
     ) -> None:
         """Start the processes.
-
-        Call this on the main thread, because the kernel kills the processes when the thread that
-        started them exits.
 
         Args:
             world: number of ranks.
             endpoint_base: path prefix of the sockets, to which each rank's number is appended.
-            command: returns the command line for a rank.
+            start: starts a rank.
             report: called with the ranks' loading progress while waiting for answers.
         """
         self._report = report
@@ -218,15 +215,15 @@ class RankProcesses:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToRank0] = msgspec.msgpack.Decoder(ToRank0)
         self._links: dict[int, zmq.Socket[bytes]] = {}
-        self._popens: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, ForkedProcess] = {}
         self._is_stopping = threading.Event()
 
         for rank in range(1, world):
             endpoint = f"ipc://{endpoint_base}-{rank}"
             self._links[rank] = self._bind(endpoint)
-            self._popens[rank] = subprocess.Popen(command(rank, endpoint))
+            self._processes[rank] = start(rank, endpoint)
 
-        for rank in self._popens:
+        for rank in self._processes:
             threading.Thread(
                 target=self._watch, args=(rank,), name="group-watch", daemon=True
             ).start()
@@ -271,7 +268,7 @@ class RankProcesses:
 
         while True:
             # Checked before the links: the last message of an ended rank arrives soon after.
-            are_gone = all(each.poll() is not None for each in self._popens.values())
+            are_gone = all(each.poll() is not None for each in self._processes.values())
 
             for rank, link in self._links.items():
                 while link.poll(_POLL_MS // len(self._links)):
@@ -297,7 +294,7 @@ class RankProcesses:
     def resident_bytes(self) -> int:
         """Return the total resident memory of the processes in bytes, not counting rank 0."""
         total = 0
-        for process in self._popens.values():
+        for process in self._processes.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += psutil.Process(process.pid).memory_info().rss
         return total
@@ -312,16 +309,15 @@ class RankProcesses:
                 link.send(encoded, zmq.DONTWAIT)
 
         deadline = time.monotonic() + _STOP_GRACE_S
-        for process in self._popens.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        for process in self._processes.values():
+            process.wait(max(0.0, deadline - time.monotonic()))
 
         self.kill()
 
     def kill(self) -> None:
         """Kill the processes without sending `Stop`, because loading ranks do not read commands."""
         self._is_stopping.set()
-        for process in self._popens.values():
+        for process in self._processes.values():
             process.kill()
             process.wait()
         self._context.destroy(linger=0)
@@ -341,7 +337,7 @@ class RankProcesses:
 
     def _message(self, rank: int) -> ToRank0:
         link = self._links[rank]
-        process = self._popens[rank]
+        process = self._processes[rank]
         # A rank that has just ended may have sent a message before: poll once more.
         is_gone = False
         while not link.poll(_POLL_MS):
@@ -352,7 +348,7 @@ class RankProcesses:
 
     def _watch(self, rank: int) -> None:
         """Exit this process as soon as another rank exits without reporting an error."""
-        status = self._popens[rank].wait()
+        status = self._processes[rank].wait()
         # A shortage of memory is reported even while the group is about to end because of it.
         if status in (OUT_OF_MEMORY, HOST_SHORT):
             log.error("rank %d ran out of memory, so the group starts again", rank)

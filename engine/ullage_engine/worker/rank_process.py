@@ -1,4 +1,4 @@
-"""Process of a rank other than 0: `python -m ullage_engine.worker.rank_process`, started by rank 0.
+"""Process of a rank other than 0, which rank 0 forks from itself.
 
 The rank loads its part of the model, answers each startup command, and then computes its part of
 every step. If rank 0 exits, the rank exits too, and the kernel kills it if necessary. An error
@@ -13,7 +13,6 @@ import argparse
 import gc
 import logging
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +40,6 @@ from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.worker.device import HostTier, with_budget
 from ullage_engine.worker.engine import Runner
 from ullage_engine.worker.histories import ReceivedHistories
-from ullage_engine.worker.loop import die_with_parent
 from ullage_engine.worker.rank import RankStartup
 from ullage_engine.worker.rank_group import (
     CANNOT_SERVE,
@@ -174,7 +172,6 @@ def with_histories(plan: StepPlan, received: ReceivedHistories) -> StepPlan:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a rank, and return the exit status."""
     options = _parse(arguments)
-    die_with_parent(options.parent)
     dump_on_signal()
     end_aborts_for_memory(HOST_SHORT)
     # Ctrl-C reaches the whole group, but rank 0 decides when this rank ends.
@@ -240,9 +237,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device-bytes", type=int, help="budget of the rank's CPU device")
     parser.add_argument("--kv-arena", help="path of the memory of the host tier")
     parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of that memory")
-    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
     return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

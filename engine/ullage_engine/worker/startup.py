@@ -5,7 +5,7 @@ Rank 0 starts the processes of the other ranks, and sends them a command for eac
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.worker.device import HostTier
 from ullage_engine.worker.engine import EngineCore, PipelinedEngine, Runner
+from ullage_engine.worker.forks import ForkedProcess
 from ullage_engine.worker.grammar import GrammarError, Grammars, vocabulary
 from ullage_engine.worker.rank import RankStartup
 from ullage_engine.worker.rank_group import (
@@ -49,15 +50,15 @@ log = logging.getLogger("ullage.engine.worker")
 _FAILURE_GRACE_S = 2.0
 """Seconds to wait after an error on rank 0 for another rank to report the cause."""
 
-RankCommand = Callable[[int, str, int | None], Sequence[str]]
-"""Function that returns a rank's command line, given its number, endpoint and CPU memory budget."""
+StartRank = Callable[[int, str, int | None], ForkedProcess]
+"""Function that starts a rank's process, given its number, endpoint and CPU memory budget."""
 
 
 def start(
     config: EngineConfig,
     report: Report,
     group_path: Path,
-    rank_command: RankCommand,
+    start_rank: StartRank,
     host_tier: HostTier | None = None,
 ) -> Started:
     """Load the model, size every buffer, and return an engine that is ready for requests.
@@ -66,7 +67,7 @@ def start(
         config: the engine's configuration.
         report: called with the progress of startup.
         group_path: path prefix of the other ranks' sockets.
-        rank_command: returns the command lines of the other ranks.
+        start_rank: starts the processes of the other ranks.
         host_tier: memory of the host tier, or None without a host tier.
 
     Raises:
@@ -91,10 +92,10 @@ def start(
     # order in which ranks load.
     budget = own.ledger.total_bytes if own.device.type == "cpu" else None
 
-    def command(rank: int, endpoint: str) -> Sequence[str]:
-        return rank_command(rank, endpoint, budget)
+    def start_with_budget(rank: int, endpoint: str) -> ForkedProcess:
+        return start_rank(rank, endpoint, budget)
 
-    processes = RankProcesses(own.layout.world, group_path, command, report)
+    processes = RankProcesses(own.layout.world, group_path, start_with_budget, report)
     try:
         return _start_group(own, processes, group_path)
     except BaseException as error:

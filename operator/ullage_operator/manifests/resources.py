@@ -25,6 +25,7 @@ Amounts = dict[str, dict[str, str]]
 
 _MIB = 1 << 20
 _SERVER_BYTES = 512 * _MIB
+"""Host memory of an engine's server, and of the process from which native workers are forked."""
 _WORKER_BYTES = 1024 * _MIB
 """Host memory of a worker, excluding weights: Python, torch and the device context."""
 _UNKNOWN_WEIGHTS_BYTES = 8192 * _MIB
@@ -253,7 +254,7 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
     elif not (vllm or is_on_cpu):
         # Prepared weights stay in memory for a restarted worker.
         weights = model_bytes(model) or unknown
-    num_workers = pool.gpus_per_pod + pool.standby_worker
+    num_workers = pool.gpus_per_pod + (pool.standby_worker and vllm)
     kv = pool.memory.host_kv + _host_tier_bytes(service, pool, vllm=vllm)
     total = _SERVER_BYTES + _WORKER_BYTES * num_workers + weights + kv
     return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES

@@ -556,10 +556,11 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     None means True if the engine may use only some of the machine's cores.
     """
     standby_worker: bool = False
-    """Whether to keep a standby worker that replaces a worker that exits.
+    """Whether to keep a standby vLLM worker that replaces a worker that exits.
 
     The standby worker has already imported its libraries. On a CPU, its memory is accounted for in
-    the memory ledger.
+    the memory ledger. Native workers need none, because they are forked from a process that has
+    imported the libraries.
     """
     allow_fault_injection: bool = False
     log_level: LogLevel = "info"

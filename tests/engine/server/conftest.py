@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -185,10 +185,16 @@ def serve(config: EngineConfig) -> Callable[..., contextlib.AbstractAsyncContext
         ready: bool = True,
         uses_tiers: bool = False,
         program: str = sys.executable,
+        fork_server: Sequence[str] = (),
         **options: object,
     ) -> AsyncIterator[Engine]:
-        command = [program, fake_worker.__file__, json.dumps(options)]
-        launch = WorkerLaunch(lambda endpoint: [*command, "--endpoint", endpoint], {}, uses_tiers)
+        launch = WorkerLaunch(
+            program=[program, fake_worker.__file__],
+            options=lambda endpoint: [json.dumps(options), "--endpoint", endpoint],
+            environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+            fork_server=fork_server,
+            uses_tiers=uses_tiers,
+        )
         engine = Engine(EngineApp(config, lambda _: launch, policy))
         await engine.connect()
         try:

@@ -361,5 +361,5 @@ def test_auto_takes_vllm_for_adapters(
         engine_main._launch(replace(each, device="cpu"), Path("engine.yaml"))(files)
         for each in (config, with_adapter)
     ]
-    workers = [launch.command("x.ipc")[2] for launch in launches]
+    workers = [launch.program[2] for launch in launches]
     assert workers == ["ullage_engine.worker.main", "ullage_engine.vllm_worker"]

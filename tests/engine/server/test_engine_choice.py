@@ -65,7 +65,7 @@ def choose(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Choose:
         monkeypatch.setattr(engine_main, "find_spec", lambda name: object() if has_vllm else None)
         changed = replace(config, **{"device": "cpu", **changes})
         launch = engine_main._launch(changed, Path("engine.yaml"))(files)
-        return launch.command("x.ipc")[2]
+        return launch.program[2]
 
     return worker
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from ullage_testing.child_process import start_none
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
@@ -48,7 +49,7 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
 from ullage_engine.worker.startup import start
 config = read_file(Path(sys.argv[1]), EngineConfig)
-started = start(config, lambda loading: None, Path(sys.argv[1]).with_name("g"), lambda *_: [])
+started = start(config, lambda loading: None, Path(sys.argv[1]).with_name("g"), None)
 started.stop()
 """
 BUSY = "while True: sum(range(100_000))"
@@ -90,7 +91,7 @@ def start_worker(
     config = read_file(write_config(**request.param), EngineConfig)
 
     def begin() -> None:
-        start(config, lambda loading: None, tmp_path / "g", lambda *_: []).stop()
+        start(config, lambda loading: None, tmp_path / "g", start_none).stop()
 
     return begin
 
@@ -314,7 +315,7 @@ def test_another_setting_has_a_proof_of_its_own(
     for max_model_len in (256, 512, 256):
         path = write_config(quantization="none", dtype="float32", max_model_len=max_model_len)
         config = read_file(path, EngineConfig)
-        start(config, lambda loading: None, tmp_path / "g", lambda *_: []).stop()
+        start(config, lambda loading: None, tmp_path / "g", start_none).stop()
     assert len(list(weights.glob("*.weights"))) == 1
     assert len(proofs(weights)) == 2
 

@@ -66,8 +66,17 @@ def test_requests_grow_with_the_model_its_ranks_and_host_memory(make_plan: MakeP
     assert requests["cpu"] == "1"
     # 140 GB of weights, 8 + 2 GiB of KV, and the processes of one server and four workers.
     assert requests["memory"] == "145Gi"
-    plan = make_plan(model=model, pools={"single": four | {"standbyWorker": True}})
-    assert resources(plan, "StatefulSet")["requests"]["memory"] == "146Gi"
+    standby = {"single": four | {"standbyWorker": True}}
+    plan = make_plan(model=model, pools=standby)
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "145Gi"
+
+
+@pytest.mark.parametrize(("has_standby", "memory"), [(False, "18176Mi"), (True, "19200Mi")])
+def test_vllm_requests_memory_for_a_standby_worker(
+    make_plan: MakePlan, has_standby: bool, memory: str
+) -> None:
+    plan = make_plan(engine="VLLM", pools={"single": {"gpus": 1, "standbyWorker": has_standby}})
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == memory
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from ullage_engine.server.supervisor import WorkerLaunch
 
 
 async def serve(config: EngineConfig, options: str, times: MonitorTimes) -> None:
-    command = [sys.executable, fake_worker.__file__, options, "--endpoint"]
-    launch = WorkerLaunch(lambda endpoint: [*command, endpoint], {})
+    program = [sys.executable, fake_worker.__file__, options]
+    launch = WorkerLaunch(program, lambda endpoint: ["--endpoint", endpoint], {})
     app = EngineApp(config, lambda _: launch, RestartPolicy(), times)
     stop = asyncio.Event()
     hurry = asyncio.Event()

@@ -454,9 +454,10 @@ class FakeWorker:
                 file.write(line + "\n")
 
 
-def main() -> int:
-    options = msgspec.json.decode(sys.argv[1], type=Options)
-    if "--standby" in sys.argv:
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    options = msgspec.json.decode(given[0], type=Options)
+    if "--standby" in given:
         if not options.standby_hangs:
             with contextlib.suppress(BrokenPipeError):
                 os.write(sys.stdin.fileno(), b"\n")
@@ -465,7 +466,7 @@ def main() -> int:
     if options.exit_code is not None:
         return options.exit_code
     with contextlib.suppress(OSError):  # the server has gone
-        return FakeWorker(options, sys.argv[sys.argv.index("--endpoint") + 1]).run()
+        return FakeWorker(options, given[given.index("--endpoint") + 1]).run()
     return 1
 
 

@@ -12,8 +12,8 @@ SERVER = "ullage-engine"
 _KILL_WORKER = """
 import os, pathlib, signal
 for folder in pathlib.Path("/proc").glob("[0-9]*"):
-    words = (folder / "cmdline").read_bytes().split(b"\\0")
-    if b"ullage_engine.worker.main" in words:
+    # A forked process shows its command line as one word.
+    if b"-m ullage_engine.worker.main " in (folder / "cmdline").read_bytes():
         os.kill(int(folder.name), signal.SIGKILL)
         print("killed", folder.name)
 """

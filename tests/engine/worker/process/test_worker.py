@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ullage_testing.child_process import start_child
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import ConfigError, read_file
@@ -124,7 +125,7 @@ def test_a_start_that_cannot_succeed_says_why_in_one_line(
     memory = {"device_bytes": 4 << 30} | sections.get("memory", {})
     with pytest.raises((ConfigError, WorkerStartError, WeightsError)) as caught:
         config = read_file(write_config(tmp_path, **sections | {"memory": memory}), EngineConfig)
-        start(config, lambda _: None, tmp_path / "group", lambda *_: ["sleep", "60"])
+        start(config, lambda _: None, tmp_path / "group", lambda *_: start_child(["sleep", "60"]))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 

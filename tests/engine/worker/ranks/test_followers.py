@@ -2,14 +2,16 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ullage_testing.child_process import start_child
 
 from ullage_engine.protocol.errors import GroupLostError, RankFailedError
 from ullage_engine.protocol.messages import Loading
+from ullage_engine.worker.forks import ForkedProcess
 from ullage_engine.worker.rank_group import Failed, Join, RankProcesses, WarmUp, rank_failed
 
 SCRIPT = """
@@ -41,8 +43,8 @@ sys.stdin.read()
 """
 
 
-def command(rank: int, endpoint: str) -> Sequence[str]:
-    return [sys.executable, "-c", SCRIPT, str(rank), endpoint]
+def start_rank(rank: int, endpoint: str) -> ForkedProcess:
+    return start_child([sys.executable, "-c", SCRIPT, str(rank), endpoint])
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def start(tmp_path: Path, told: list[Loading]) -> Iterator[Callable[[int], RankP
     with ExitStack() as stack:
 
         def start_group(world: int) -> RankProcesses:
-            processes = RankProcesses(world, tmp_path / "g", command, told.append)
+            processes = RankProcesses(world, tmp_path / "g", start_rank, told.append)
             stack.callback(processes.kill)
             return processes
 
@@ -90,14 +92,15 @@ def test_a_rank_that_stops_when_asked_has_nothing_more_to_say(
 
 
 def test_a_rank_that_is_gone_does_not_keep_its_group_from_stopping(tmp_path: Path) -> None:
-    processes = RankProcesses(
-        2, tmp_path / "g", lambda rank, endpoint: [sys.executable, "-c", ONCE, endpoint], print
-    )
+    def start_one(rank: int, endpoint: str) -> ForkedProcess:
+        return start_child([sys.executable, "-c", ONCE, endpoint])
+
+    processes = RankProcesses(2, tmp_path / "g", start_one, print)
     with ExitStack() as stack:
         stack.callback(processes.kill)
         processes.wait_done()
         processes._is_stopping.set()  # or its end were this process's
-        (process,) = processes._popens.values()
+        (process,) = processes._processes.values()
         process.kill()
         process.wait()
         stopping = threading.Thread(target=processes.stop, daemon=True)

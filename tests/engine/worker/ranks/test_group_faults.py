@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ullage_testing.child_process import start_none
 
 from ullage_engine.memory.out_of_memory import is_device_lost
 from ullage_engine.parallel.layout import RankLayout
@@ -36,9 +37,7 @@ class OutOfMemory:
 def test_a_step_that_fails_on_one_rank_is_never_tried_again(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    processes = RankProcesses(
-        1, tmp_path_factory.mktemp("g") / "g", lambda rank, endpoint: [], print
-    )
+    processes = RankProcesses(1, tmp_path_factory.mktemp("g") / "g", start_none, print)
     with contextlib.closing(contextlib.ExitStack()) as stack:
         stack.callback(processes.kill)
         runner = DistributedRunner(OutOfMemory(), processes, RankLayout(2, 1), 4)

@@ -141,9 +141,9 @@ def write_config(folder: Path, weights_dir: Path, gpus: int, tensor: int, pipeli
 @contextlib.asynccontextmanager
 async def serving(path: Path) -> AsyncIterator[Group]:
     config = read_file(path, EngineConfig)
-    command = [sys.executable, "-m", "ullage_engine.worker.main", "--config", str(path)]
+    program = [sys.executable, "-m", "ullage_engine.worker.main", "--config", str(path)]
     environment = worker_env(1, config.gpus, config.parallelism.nccl)
-    launch = WorkerLaunch(lambda endpoint: [*command, "--endpoint", endpoint], environment)
+    launch = WorkerLaunch(program, lambda endpoint: ["--endpoint", endpoint], environment)
     app = EngineApp(config, lambda _: launch, RestartPolicy())
     stop = asyncio.Event()
     hurry = asyncio.Event()

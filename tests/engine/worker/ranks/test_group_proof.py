@@ -1,20 +1,21 @@
 """Each rank of a group proves its part, and the last stage the logits."""
 
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from torch import distributed
+from ullage_testing.child_process import start_child
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
 from ullage_engine.model_loader import loader
 from ullage_engine.protocol.errors import ProofError, RankFailedError
+from ullage_engine.worker.forks import ForkedProcess
 from ullage_engine.worker.startup import start
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2}
@@ -55,15 +56,15 @@ def start_group(
         }
         (tmp_path / "engine.yaml").write_text(yaml.safe_dump(values))
         base = [sys.executable, "-c", RANK.format(error=error)]
-        base += ["--config", str(tmp_path / "engine.yaml"), "--parent", str(os.getpid())]
+        base += ["--config", str(tmp_path / "engine.yaml")]
 
-        def command(rank: int, endpoint: str, device_bytes: int | None) -> Sequence[str]:
+        def start_rank(rank: int, endpoint: str, device_bytes: int | None) -> ForkedProcess:
             own = ["--rank", str(rank), "--endpoint", endpoint]
-            return [*base, *own, "--device-bytes", str(device_bytes)]
+            return start_child([*base, *own, "--device-bytes", str(device_bytes)])
 
         config = read_file(tmp_path / "engine.yaml", EngineConfig)
         try:
-            start(config, lambda loading: None, tmp_path / "g", command).stop()
+            start(config, lambda loading: None, tmp_path / "g", start_rank).stop()
         finally:
             if distributed.is_initialized():
                 distributed.destroy_process_group()

@@ -1,20 +1,21 @@
 """A start that fails on a rank that computes: rank 0 says why, wherever it waits by then."""
 
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from torch import distributed
+from ullage_testing.child_process import start_child
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
 from ullage_engine.protocol.errors import RankFailedError, WorkerStartError
 from ullage_engine.protocol.messages import Loading
+from ullage_engine.worker.forks import ForkedProcess
 from ullage_engine.worker.started import Started
 from ullage_engine.worker.startup import start
 
@@ -86,15 +87,14 @@ def start_group(
     def begin(function: str, body: str) -> Started:
         script = FOLLOWER.format(function=function, body=body)
         base = [sys.executable, "-c", script, "--config", str(tmp_path / "engine.yaml")]
-        base += ["--parent", str(os.getpid())]
 
-        def command(rank: int, endpoint: str, device_bytes: int | None) -> Sequence[str]:
+        def start_rank(rank: int, endpoint: str, device_bytes: int | None) -> ForkedProcess:
             assert device_bytes is not None
             budgets.append(device_bytes)
             own = ["--rank", str(rank), "--endpoint", endpoint]
-            return [*base, *own, "--device-bytes", str(device_bytes)]
+            return start_child([*base, *own, "--device-bytes", str(device_bytes)])
 
-        return start(config, told.append, tmp_path / "g", command)
+        return start(config, told.append, tmp_path / "g", start_rank)
 
     yield begin
     if distributed.is_initialized():

@@ -1,14 +1,14 @@
 """Two stages compute two batches of decodes at the same time, and say what one process says."""
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from torch import distributed
+from ullage_testing.child_process import start_child
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
@@ -16,6 +16,7 @@ from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.step_plan import SampledToken, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.worker.engine import EngineCore
+from ullage_engine.worker.forks import ForkedProcess
 from ullage_engine.worker.startup import start
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "tie_word_embeddings": False}
@@ -76,13 +77,13 @@ def start_engine(
     def start_stages(stages: int) -> EngineCore:
         path = write_config(stages)
         script = SECOND_STAGE.format(folder=str(tmp_path))
-        base = [sys.executable, "-c", script, "--config", str(path), "--parent", str(os.getpid())]
+        base = [sys.executable, "-c", script, "--config", str(path)]
 
-        def command(rank: int, endpoint: str, device_bytes: int | None) -> Sequence[str]:
+        def start_rank(rank: int, endpoint: str, device_bytes: int | None) -> ForkedProcess:
             own = ["--rank", str(rank), "--endpoint", endpoint]
-            return [*base, *own, "--device-bytes", str(device_bytes)]
+            return start_child([*base, *own, "--device-bytes", str(device_bytes)])
 
-        started = start(read_file(path, EngineConfig), lambda _: None, tmp_path / "g", command)
+        started = start(read_file(path, EngineConfig), lambda _: None, tmp_path / "g", start_rank)
         stops.append(started.stop)
         return started.engine
 

@@ -1,16 +1,16 @@
 """KV of tiny models goes to shared memory and back, from one process and from four ranks, each of
 which copies its own part: the next group finds it and says the same."""
 
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import yaml
+from ullage_testing.child_process import start_child
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
@@ -18,6 +18,7 @@ from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
 from ullage_engine.protocol.messages import KvFound, KvGranted
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.worker_state import WorkerState
+from ullage_engine.worker.forks import ForkedProcess
 from ullage_engine.worker.rank import HostTier
 from ullage_engine.worker.started import Started
 from ullage_engine.worker.startup import start
@@ -50,21 +51,23 @@ class Group:
     """A started engine, with this process in the place of its server."""
 
     def __init__(self, config: EngineConfig, folder: Path, arena: Arena, name: str) -> None:
-        def command(rank: int, endpoint: str, device_bytes: int | None) -> Sequence[str]:
-            module = [sys.executable, "-m", "ullage_engine.worker.rank_process"]
+        def start_rank(rank: int, endpoint: str, device_bytes: int | None) -> ForkedProcess:
+            script = (
+                "import sys; from ullage_engine.worker.rank_process import main; sys.exit(main())"
+            )
             options = {
                 "config": folder / "engine.yaml",
-                "parent": os.getpid(),
                 "rank": rank,
                 "endpoint": endpoint,
                 "device-bytes": device_bytes,
                 "kv-arena": arena.path,
                 "kv-bytes": arena.num_bytes,
             }
-            return [*module, *(part for n, v in options.items() for part in (f"--{n}", str(v)))]
+            arguments = [part for n, v in options.items() for part in (f"--{n}", str(v))]
+            return start_child([sys.executable, "-c", script, *arguments])
 
         host_tier = HostTier(arena.path, arena.num_bytes)
-        self.started: Started = start(config, lambda _: None, folder / name, command, host_tier)
+        self.started: Started = start(config, lambda _: None, folder / name, start_rank, host_tier)
         self.answers: list[KvGranted | KvFound] = []
 
     def run(self, broker: KvBroker, request: EngineRequest) -> list[int]:
