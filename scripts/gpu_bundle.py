@@ -55,6 +55,7 @@ PACKAGES = (
     "pytest-timeout",
     "pytest-xdist",
     "pyzmq",
+    "setproctitle",
     "sortedcontainers",
     "uvicorn",
     "xxhash",

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -146,6 +147,10 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
         if name == "vllm":
             check_for_vllm(files, config.vllm.args)
         log.info("engine %s: %s", name, reason)
+        if name == "native" and config.server.standby_worker:
+            log.info("server.standby_worker has no effect: native workers start without imports")
+        if name == "native":
+            _check_kernel()
         module, environment = _WORKERS[name]
         return WorkerLaunch(
             program=(sys.executable, "-m", module),
@@ -182,6 +187,17 @@ def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
             "group.nodes: the native engine computes on one node; set nodes of the pool to 1, or "
             f"{_with_vllm(config, has_vllm)}"
         )
+
+
+def _check_kernel() -> None:
+    """Raise an error if processes cannot be watched by pidfd, as the fork server needs."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise AppError(
+            f"the native engine needs the system call pidfd_open ({error.strerror}); use Linux 5.3 "
+            "or newer, and a container runtime whose seccomp profile allows the call"
+        ) from error
 
 
 def _with_vllm(config: EngineConfig, has_vllm: bool) -> str:

@@ -61,9 +61,9 @@ class ServerProcesses:
     def resident_bytes(self) -> int:
         """Return the total resident bytes of all processes.
 
-        A page that several processes share is counted once for each of them.
+        Each process is charged its part of the pages that it shares with others.
         """
-        return sum(map(_resident_bytes, self.family()))
+        return sum(map(_proportional_bytes, self.family()))
 
     def send(self, number: signal.Signals) -> int | None:
         """Send a signal to the busiest process. Return its id, or None if all have exited."""
@@ -109,6 +109,15 @@ def _cpu_ticks(pid: int) -> int:
         return int(fields[11]) + int(fields[12])
     except (OSError, IndexError, ValueError):
         return 0  # the process has just exited
+
+
+def _proportional_bytes(pid: int) -> int:
+    try:
+        lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+        (kibibytes,) = [line.split()[1] for line in lines if line.startswith("Pss:")]
+        return int(kibibytes) << 10
+    except (OSError, ValueError):
+        return 0  # the process has just ended, or belongs to another user
 
 
 def _resident_bytes(pid: int) -> int:

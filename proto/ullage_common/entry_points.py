@@ -12,7 +12,7 @@ OWN_PACKAGES = {
     "cli": ("kopf", "rich", "httpx", "tqdm"),
     "operator": ("kopf", "kubernetes", "aiohttp"),
     "router": ("sortedcontainers", "uvicorn", "tokenizers", "jinja2"),
-    "engine": ("torch", "safetensors", "tokenizers", "jinja2", "psutil", "zmq"),
+    "engine": ("torch", "safetensors", "tokenizers", "jinja2", "psutil", "setproctitle", "zmq"),
 }
 """Packages that each extra installs and that the extra's program requires."""
 

@@ -156,7 +156,7 @@ def test_large_is_skipped(checked: Checked, behaviour: dict[str, Any], reason: s
 
 def test_large_is_skipped_where_the_context_is_too_small(checked: Checked) -> None:
     (criterion,) = checked(scenario("large", large_tokens=9_000))
-    assert criterion.seen == "the context has 600 tokens, below the threshold 9000"
+    assert criterion.seen == "the context of 600 tokens has no room for more than 9000"
 
 
 @pytest.mark.parametrize(

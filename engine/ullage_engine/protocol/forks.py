@@ -14,8 +14,7 @@ class ForkWorker(ForkMessage, frozen=True):
     """Command from the server to fork a worker."""
 
     program: list[str]
-    """Beginning of the command line that would execute the worker. The process shows it as its own.
-    """
+    """Beginning of the command line, which the process shows as its own."""
     options: list[str]
     """The rest of the command line."""
 

@@ -20,12 +20,15 @@ from ullage_engine.protocol.forks import (
     WorkerExited,
     WorkerForked,
 )
+from ullage_engine.server.hang_detector import read_proc_stats
 from ullage_engine.server.worker_process import ChildProcess
 
 log = logging.getLogger("ullage.engine.supervisor")
 
-_STATUS_S = 1.0
-"""Seconds within which the fork server must report the exit status of a worker that has exited."""
+_CHECK_S = 1.0
+"""Seconds between checks of a fork server that owes an exit status."""
+_MAX_CHECKS = 10
+"""Number of checks after which a fork server counts as lost. It may be swapped out, and slow."""
 
 
 class ForkedWorker:
@@ -87,13 +90,18 @@ class ForkedWorker:
         assert self._descriptor is not None, "only a forked worker is watched"
         self._loop.remove_reader(self._descriptor)
         self._is_dead.set()
-        self._loop.call_later(_STATUS_S, self._kill_silent_server)
+        self._loop.call_later(_CHECK_S, self._check_fork_server, _MAX_CHECKS)
 
-    def _kill_silent_server(self) -> None:
-        """Kill the fork server if it has not reported the worker's exit status."""
-        if not self._status.done():
+    def _check_fork_server(self, num_checks: int) -> None:
+        """Kill the fork server if it cannot report the worker's exit status."""
+        if self._status.done():
+            return
+        stats = read_proc_stats(self._fork_server.pid)
+        if num_checks == 0 or (stats is not None and stats.is_stopped):
             log.error("the fork server is silent, so it is replaced")
             self._fork_server.kill()
+            return
+        self._loop.call_later(_CHECK_S, self._check_fork_server, num_checks - 1)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._status.done():
@@ -175,7 +183,9 @@ class ForkServer:
         if channel is None:
             return
         try:
-            packet, descriptors, _, _ = socket.recv_fds(channel, MAX_PACKET_BYTES, maxfds=1)
+            packet, descriptors, _, _ = socket.recv_fds(
+                channel, MAX_PACKET_BYTES, maxfds=1, flags=socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return
         except ConnectionError:
@@ -186,8 +196,12 @@ class ForkServer:
 
         worker = self._worker
         match msgspec.msgpack.decode(packet, type=FromForkServer):
-            case WorkerForked(pid=pid) if worker is not None:
+            case WorkerForked(pid=pid) if worker is not None and descriptors:
                 worker.on_forked(pid, descriptors[0])
+            case WorkerForked():
+                log.error("this process has too many open files to watch a worker")
+                if self._process is not None:
+                    self._process.kill()
             case WorkerExited(pid=pid, status=status) if worker is not None and worker.pid == pid:
                 worker.on_exited(status)
 

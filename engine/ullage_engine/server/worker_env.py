@@ -24,8 +24,8 @@ WORKER_ENV: Mapping[str, str] = MappingProxyType(
         # enough, since a shape that was evicted costs about a millisecond when it comes again.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "96",
         "LRU_CACHE_CAPACITY": "1",
-        # numpy's library starts its threads when it is imported. No worker multiplies with numpy,
-        # and the process from which workers are forked must have a single thread.
+        # OpenBLAS starts its threads when numpy is imported. No worker multiplies with numpy, and
+        # the process from which workers are forked must have a single thread.
         "OPENBLAS_NUM_THREADS": "1",
         # Huge pages for torch's large allocations, if the system grants them: attention reads KV
         # in blocks of a page or less from all over the pool. Steps on CPUs became 8 to 15 % faster.

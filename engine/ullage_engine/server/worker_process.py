@@ -203,6 +203,8 @@ class WorkerHandle:
         self.link = link
         self.exited = asyncio.create_task(process.wait())
         self.oom_kills = OomKills(process.pid)
+        self._watched_pid = process.pid
+        """The process that `oom_kills` watches."""
         self.started_at = time.monotonic()
         self.ready_at: float | None = None
         self.last_message_at = self.started_at
@@ -272,13 +274,19 @@ class WorkerHandle:
         elapsed = now - self._checked_at
         self._checked_at = now
         self._has_work = has_work
-        self.oom_kills.look()
+        self._watch_oom_kills()
         is_loading = self.ready_at is None
         self._detector.tick(elapsed, is_loading=is_loading, has_work=has_work)
         stats = read_proc_stats(self.process.pid) if self._detector.is_suspect else None
         if stats is not None:
             self._detector.observe(stats, elapsed)
         return self._detector.reason(is_loading=is_loading)
+
+    def _watch_oom_kills(self) -> None:
+        if self.process.pid != self._watched_pid:
+            self._watched_pid = self.process.pid
+            self.oom_kills = OomKills(self._watched_pid)
+        self.oom_kills.look()
 
     def has_served(self, policy: RestartPolicy) -> bool:
         """Return whether the worker has completed a step, or has been ready for long enough.

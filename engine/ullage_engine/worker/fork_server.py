@@ -10,6 +10,7 @@ exit status: 0 after the server has closed the socket, 1 unexpected error
 """
 
 import gc
+import logging
 import os
 import select
 import signal
@@ -29,6 +30,8 @@ from ullage_engine.protocol.forks import (
     WorkerForked,
 )
 from ullage_engine.worker.forks import die_with_parent, fork
+
+log = logging.getLogger("ullage.engine.worker")
 
 
 class ForkServer:
@@ -103,6 +106,14 @@ def main() -> int:
         # every object, and the kernel would copy every page.
         gc.collect()
         gc.freeze()
+
+        num_threads = len(os.listdir("/proc/self/task"))
+        if num_threads > 1:
+            log.warning(
+                "a library has started %d threads, which a fork lacks: workers may hang while they "
+                "start; remove what is loaded into all programs, such as LD_PRELOAD",
+                num_threads - 1,
+            )
         ForkServer(channel, worker.main).serve()
     return 0
 

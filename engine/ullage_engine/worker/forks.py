@@ -6,6 +6,7 @@ neither the other threads nor a valid CUDA context.
 
 import contextlib
 import ctypes
+import logging
 import os
 import select
 import signal
@@ -67,14 +68,22 @@ def fork(run: Callable[[], int]) -> int:
         die_with_parent(parent)
         status = run()
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
+        status = _status_of(error)
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
+            # A thread may still be writing the last lines, which often say why the child exits.
+            logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _status_of(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1
 
 
 def die_with_parent(parent: int) -> None:

@@ -1,4 +1,6 @@
-"""The native worker's process: `python -m ullage_engine.worker.main --config F --endpoint PATH`.
+"""The native worker: `python -m ullage_engine.worker.main --config F --endpoint PATH`.
+
+The fork server runs `main` in a process that it forks from itself.
 
 `ullage_engine.worker.loop` describes the worker's life cycle and its exit statuses.
 """
@@ -43,7 +45,7 @@ class _WaitingRanks:
 
         for rank in range(1, config.gpus):
             its_end, self._pipes[rank] = os.pipe()
-            self._processes[rank] = ForkedProcess(fork(partial(_run_rank, its_end)))
+            self._processes[rank] = ForkedProcess(fork(partial(_run_rank, rank, its_end)))
             os.close(its_end)
 
     def start(self, rank: int, endpoint: str, device_bytes: int | None) -> ForkedProcess:
@@ -57,12 +59,13 @@ class _WaitingRanks:
         return self._processes[rank]
 
 
-def _run_rank(pipe: int) -> int:
+def _run_rank(rank: int, pipe: int) -> int:
     """Run a rank in the forked process, and return its exit status."""
+    title = [sys.executable, "-m", rank_process.__name__, "--rank", str(rank)]
+    setproctitle.setproctitle(" ".join(title))
     # A line, because the end of the pipe would not be seen: this process has its other end, too.
     with os.fdopen(pipe) as file:
         options = json.loads(file.readline())
-    setproctitle.setproctitle(" ".join([sys.executable, "-m", rank_process.__name__, *options]))
     return rank_process.main(options)
 
 

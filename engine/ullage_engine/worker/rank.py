@@ -504,7 +504,7 @@ class RankStartup:
         log.info("weights in memory have the checksums of their file, %.1f s", seconds)
 
     def _step_costs(self) -> StepCosts:
-        """Return the costs of steps, as measured by an earlier worker of this server or now.
+        """Return the costs of steps, as measured by an earlier worker of this fork server or now.
 
         Only an engine without a group reuses them, because ranks must measure together. Without the
         C++ library, the measured steps also allocate memory that belongs into the ledger.

@@ -1,4 +1,4 @@
-"""The measured costs of steps, which a worker leaves to the next worker of the same server.
+"""The measured costs of steps, which a worker leaves to the next worker of the same fork server.
 
 Measuring takes about a second on two cores, during which streams that wait for a restarted worker
 stand still.
@@ -40,11 +40,11 @@ def costs_key(weights_key: str, parent: int) -> str:
 
     Args:
         weights_key: key of the prepared weights.
-        parent: process id of the server. Its start time is part of the key, because the server of
-            another container may have the same id.
+        parent: process id of the fork server. Its start time is part of the key, because a process
+            of another container may have the same id.
 
     Returns:
-        The key, or "" if the server has exited.
+        The key, or "" if the fork server has exited.
     """
     try:
         stat = Path(f"/proc/{parent}/stat").read_text()
@@ -55,7 +55,7 @@ def costs_key(weights_key: str, parent: int) -> str:
 
 
 def read_costs(run_dir: Path, key: str) -> StepCosts | None:
-    """Return the costs that an earlier worker of this server has measured, or None."""
+    """Return the costs that an earlier worker of this fork server has measured, or None."""
     try:
         left = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Left)
     except (OSError, msgspec.DecodeError):

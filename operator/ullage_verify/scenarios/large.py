@@ -26,16 +26,16 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         reason = "the server has no /stats"
     elif not large_pools:
         reason = "the service has no pool for large requests"
-    elif threshold > target.usable - ANSWER_TOKENS:
-        reason = f"the context has {target.context} tokens, below the threshold {threshold}"
+    elif threshold >= target.usable - ANSWER_TOKENS:
+        reason = f"the context of {target.context} tokens has no room for more than {threshold}"
     if reason:
         checks.skip("large prompts reach the large pool", reason)
         return
 
     settings.progress(f"{NUM_REQUESTS} prompts of {threshold} tokens")
     tokens = min(threshold * 11 // 10, target.usable - ANSWER_TOKENS)
-    # One after the other: a pool that is full sends large requests elsewhere, too.
-    large = [await _ask(target, 2_000 + number, tokens) for number in range(NUM_REQUESTS)]
+    limit = settings.e2e_s or await target.objective_s("e2e_p95_s", DEFAULT_E2E_S)
+    large = await _ask_in_turn(target, tokens)
     small_tokens = min(200, threshold // 4)
     small = await asyncio.gather(
         *(_ask(target, 3_000 + number, small_tokens) for number in range(NUM_REQUESTS))
@@ -47,13 +47,12 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
             f"{name} prompts are answered", whole == NUM_REQUESTS, f"{NUM_REQUESTS}", f"{whole}"
         )
     times = [answer.seconds for answer in large]
-    limit = settings.e2e_s or await target.objective_s("e2e_p95_s", DEFAULT_E2E_S)
     checks.at_most("p95 of large requests", quantile(times, 0.95), limit)
 
     latest = (await target.stats())["latest"]
     records = [record for record in latest if record["status"] == 200][: 2 * NUM_REQUESTS]
-    _check_routes(checks, "large", [r for r in records if r["prompt_tokens"] >= threshold])
-    _check_routes(checks, "small", [r for r in records if r["prompt_tokens"] < threshold])
+    _check_routes(checks, "large", [r for r in records if r["prompt_tokens"] > threshold])
+    _check_routes(checks, "small", [r for r in records if r["prompt_tokens"] <= threshold])
     explained = sum(bool(record["predicted_bytes"] and record["timeline"]) for record in records)
     checks.holds(
         "/stats has the predicted bytes and the steps of each",
@@ -64,7 +63,7 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
 
 
 def _threshold(stats: Document) -> int:
-    """Return the prompt size from which the server routes a request to the large pool."""
+    """Return the prompt size above which the server routes a request to the large pool."""
     own = stats.get("large_requests") or {}
     return int(own.get("prompt_tokens") or DEFAULT_LARGE_TOKENS)
 
@@ -81,8 +80,21 @@ def _check_routes(checks: Checks, kind: str, records: Sequence[Document]) -> Non
     )
 
 
+async def _ask_in_turn(target: Target, tokens: int) -> Sequence[ChatAnswer]:
+    """Send prompts one after the other, because a full pool sends large requests elsewhere.
+
+    The first one that is not answered is the last one that is sent.
+    """
+    answers: list[ChatAnswer] = []
+    for number in range(NUM_REQUESTS):
+        answers.append(await _ask(target, 2_000 + number, tokens))
+        if not answers[-1].is_whole:
+            break
+    return answers
+
+
 async def _ask(target: Target, number: int, tokens: int) -> ChatAnswer:
-    """Send a prompt, again whenever it is refused, and return the final response."""
+    """Send a prompt, retry it after each refusal, and return the final response."""
     prompt = target.prompt(number, tokens)
     answers = await target.client.obey(target.model, prompt, ANSWER_TOKENS)
     return answers[-1]

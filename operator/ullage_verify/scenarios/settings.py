@@ -18,7 +18,7 @@ class ScenarioSettings:
     minutes: float = 2.0
     """Duration of the soak scenario in minutes. The shift scenario takes half as long."""
     large_tokens: int | None = None
-    """Prompt size, in tokens, from which Ullage routes a request to the large pool.
+    """Prompt size, in tokens, above which Ullage routes a request to the large pool.
 
     If None, the server's own threshold applies, or DEFAULT_LARGE_TOKENS if it reports none.
     """

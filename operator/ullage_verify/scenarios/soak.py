@@ -49,6 +49,7 @@ class SoakProgress:
 
 async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Keep four conversations running, and check the responses and the server's memory."""
+    limit = settings.e2e_s or await target.objective_s("e2e_p95_s", DEFAULT_E2E_S)
     progress = SoakProgress(time.monotonic() + 60 * settings.minutes)
     async with asyncio.TaskGroup() as group:
         sampler = group.create_task(_sample(target, settings, progress))
@@ -68,7 +69,6 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         + (f" ({failed[0].error[:80]})" if failed else ""),
     )
     times = [answer.seconds for answer in answers]
-    limit = settings.e2e_s or await target.objective_s("e2e_p95_s", DEFAULT_E2E_S)
     checks.at_most("p95 of all answers", quantile(times, 0.95), limit)
     _check_growth(checks, progress.resident)
     if progress.used_share:

@@ -1,5 +1,6 @@
 """Which engine computes is chosen when the model's files are there, wherever they come from."""
 
+import errno
 import json
 import os
 import subprocess
@@ -88,6 +89,18 @@ def test_on_a_cpu_vllm_computes_what_the_native_engine_does_not_serve(
 ) -> None:
     make = gguf_of if isinstance(model, str) else folder_of
     assert choose(make(tmp_path, model)) == module
+
+
+def test_a_kernel_without_pidfds_is_named_before_a_worker_starts(
+    choose: Choose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pidfd_open(pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    with pytest.raises(AppError, match=r"pidfd_open \(Function not implemented\); use Linux 5\.3"):
+        choose(folder_of(tmp_path, LLAMA))
+    assert choose(folder_of(tmp_path, LLAMA), engine="vllm") == VLLM
 
 
 @pytest.mark.parametrize("kind", ["auto", "native"])

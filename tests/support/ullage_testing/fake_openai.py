@@ -42,8 +42,9 @@ class Behaviour:
     keeps_vanished: bool = False
     """Whether requests of vanished clients are counted as running forever."""
     ttft_objective_s: float = 60.0
-    e2e_objective_s: float = 120.0
     """Objective for the time to the first token that /stats reports, in seconds."""
+    e2e_objective_s: float = 120.0
+    """Objective for the whole answer that /stats reports, in seconds."""
     leaked_bytes: int = 0
     """Free memory, of 1,000 bytes, that each request costs for good."""
     large_route: str = "tp2pp2"
