@@ -61,7 +61,8 @@ async def too_long(target: Target) -> Sequence[ChatAnswer]:
 async def prompt_logprobs(target: Target) -> Sequence[ChatAnswer]:
     text = target.prompt(3, target.usable * 3 // 4)[0]["content"]
     body = {"model": target.model, "prompt": text, "max_tokens": 1, "prompt_logprobs": 20}
-    echo = {"model": target.model, "prompt": text, "max_tokens": 1, "echo": True, "logprobs": 5}
+    shorter = target.prompt(3, target.usable // 2)[0]["content"]
+    echo = {"model": target.model, "prompt": shorter, "max_tokens": 1, "echo": True, "logprobs": 5}
     return [
         await target.client.post("completions", body),
         await target.client.post("completions", echo),

@@ -12,7 +12,7 @@ from ullage_verify.scenarios.settings import DEFAULT_TTFT_S, ScenarioSettings
 from ullage_verify.target import Target
 
 NUM_REQUESTS = 60
-PROMPT_TOKENS = 600
+PROMPT_TOKENS = 400
 ANSWER_TOKENS = 48
 SECOND_TRY_SHARE = 0.5
 """Minimum fraction of refused requests that must succeed when retried after Retry-After.

@@ -53,15 +53,19 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
 async def _phase(
     target: Target, numbers: Iterator[int], tokens: int, ends_at: float
 ) -> Sequence[ChatAnswer]:
-    """Let clients send prompts one after another until `ends_at`. Return all responses."""
+    """Let clients send prompts one after another until `ends_at`. Return all responses.
+
+    A refused client sends another prompt when it may return, but not after the phase.
+    """
     answers: list[ChatAnswer] = []
 
     async def client() -> None:
         while time.monotonic() < ends_at:
             prompt = target.prompt(next(numbers), tokens)
-            answers.extend(
-                await target.client.obey(target.model, prompt, ANSWER_TOKENS, ignore_eos=True)
-            )
+            answer = await target.client.chat(target.model, prompt, ANSWER_TOKENS, ignore_eos=True)
+            answers.append(answer)
+            if not answer.is_whole:
+                await asyncio.sleep(min(answer.pause_s, max(0.0, ends_at - time.monotonic())))
 
     await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
     return answers
