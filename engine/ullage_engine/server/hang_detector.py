@@ -130,6 +130,11 @@ class HangDetector:
         return self._silent_s > MAX_TICK_S
 
     @property
+    def is_stopped(self) -> bool:
+        """Return whether the worker counts as hung because a signal has stopped it."""
+        return self._stopped_s > self._policy.stopped_after_s
+
+    @property
     def longest_step_s(self) -> float:
         """Return the longest known step in seconds, or 0 if the worker measured none at startup."""
         if self._measured_step_s <= 0.0:
@@ -187,7 +192,7 @@ class HangDetector:
     def reason(self, *, is_loading: bool) -> str:
         """Return why the worker counts as hung, or "" if it does not."""
         policy = self._policy
-        if self._stopped_s > policy.stopped_after_s:
+        if self.is_stopped:
             return "stopped by a signal"
         if is_loading:
             return "silent while loading" if self._waiting_s > policy.load_silence_s else ""

@@ -62,7 +62,7 @@ class RestartPolicy:
     """
     slow_start_steps: int = 16
     """Number of steps until a worker runs at full speed. Earlier steps may take twice as long."""
-    stopped_after_s: float = 1.0
+    stopped_after_s: float = 0.6
     """Seconds after which a worker stopped by a signal counts as hung, even if it has no work."""
     stop_grace_s: float = 3.0
     """Seconds between asking a worker to exit and killing it."""

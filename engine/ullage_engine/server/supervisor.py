@@ -389,8 +389,10 @@ class WorkerSupervisor:
             log.error("worker cannot be reached; killing it", exc_info=error)
         elif reason := worker.check_health(has_work=self._dispatcher.num_open > 0):
             log.error("worker hangs; killing it", extra={"pid": pid, "reason": reason})
+            worker.is_blameless = worker.is_stopped
         else:
             return False
+        worker.is_broken = True
         worker.process.kill()
         return True
 
@@ -497,6 +499,8 @@ class WorkerSupervisor:
 
         is_killed_for_memory = self._count_oom(worker, status)
         is_short = status in (MEMORY_SHORT, HOST_SHORT) or is_killed_for_memory
+        if worker.is_killed_by_others(status):
+            worker.is_blameless = True
         self._dispatcher.resume(worker, is_short=is_short)
         if worker.is_unproven and await self._take_unproven(worker.start_error):
             return

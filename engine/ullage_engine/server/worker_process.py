@@ -215,7 +215,9 @@ class WorkerHandle:
         self.may_retry = True
         """Whether starting another worker may help if this one fails."""
         self.is_blameless = False
-        """Whether the server killed the worker because of a server error that no request caused."""
+        """Whether no request can have caused the worker's exit."""
+        self.is_broken = False
+        """Whether the server killed the worker because it hung or sent an invalid message."""
         self.is_unproven = False
         """Whether startup failed because its results differ from a verified startup's results."""
         self._logged = (("", 0), 0.0)
@@ -287,6 +289,19 @@ class WorkerHandle:
             self._watched_pid = self.process.pid
             self.oom_kills = OomKills(self._watched_pid)
         self.oom_kills.look()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether the worker counts as hung because a signal has stopped it."""
+        return self._detector.is_stopped
+
+    def is_killed_by_others(self, status: int) -> bool:
+        """Return whether neither this server nor the kernel's OOM killer sent the SIGKILL.
+
+        If the kernel's kills cannot be counted, the answer is False.
+        """
+        is_counted = self.oom_kills.is_counted and self.oom_kills.recent() == 0
+        return status == -signal.SIGKILL and not self.is_broken and is_counted
 
     def has_served(self, policy: RestartPolicy) -> bool:
         """Return whether the worker has completed a step, or has been ready for long enough.

@@ -121,6 +121,11 @@ class OomKills:
             self._looks.clear()
         self._looks.append(self.count())
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether the kernel counts OOM kills in the process's cgroup where this can be read."""
+        return self._path is not None
+
     def recent(self) -> int:
         """Return the number of recent OOM kills.
 

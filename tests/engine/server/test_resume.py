@@ -20,6 +20,7 @@ from ullage.admin.v1 import admin_pb2
 from ullage.headroom.v1 import headroom_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig
+from ullage_common.process.memory import OomKills
 from ullage_common.wire.errors import from_rpc_error
 from ullage_engine.protocol.errors import HOST_SHORT, MEMORY_SHORT, OUT_OF_MEMORY
 from ullage_engine.server.app import AppError
@@ -317,6 +318,29 @@ def num_ooms(engine: Any) -> float:
         for sample in family.samples
         if sample.name == "ullage_oom_events_total"
     )
+
+
+def test_requests_are_not_blamed_for_workers_that_somebody_else_kills(
+    serve: Serve, fake: ModuleType, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has a token yet, and each worker gets both at once."""
+    monkeypatch.setattr(OomKills, "is_counted", True)
+    trace = run_dir / "trace"
+    policy = RestartPolicy(first_backoff_s=0.01, max_deaths=2, max_failures=20)
+
+    async def scenario() -> None:
+        async with serve(policy=policy, step_s=0.02, trace=str(trace)) as engine:
+            silent = [asyncio.create_task(engine.generate(ask(fake.Script.SILENT))) for _ in "ab"]
+            for num_deaths in range(2 * policy.max_deaths):
+                await engine.until(lambda _, n=num_deaths: len(submissions(trace)) == 2 * (n + 1))
+                await engine.admin.InjectFault(KILL)
+            await engine.until(lambda state: state.worker_restarts == 2 * policy.max_deaths)
+            assert not any(each.done() for each in silent)
+            for task in silent:
+                task.cancel()
+            await asyncio.gather(*silent, return_exceptions=True)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("script", ["KILLS_WORKER", "KILLS_AT_DECODE"])

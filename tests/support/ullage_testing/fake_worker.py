@@ -7,6 +7,8 @@ The first prompt token chooses a behaviour. See `Script`. Run as a process:
 import contextlib
 import enum
 import os
+import resource
+import signal
 import struct
 import sys
 import time
@@ -251,7 +253,7 @@ class FakeWorker:
             case AddAdapter(name=name):
                 self._trace(f"add {name} {message.is_checked}")
                 if "kills" in name:
-                    os.kill(os.getpid(), 9)
+                    _crash()
                 error = "its rank is wrong" if "broken" in name else ""
                 self._send(AdapterAdded(name=name, error=error))
             case RemoveAdapter(name=name):
@@ -286,10 +288,10 @@ class FakeWorker:
     def _admit(self, request: EngineRequest) -> None:
         first = request.token_ids[0]
         if first == Script.KILLS_BEFORE_ADMISSION:
-            os.kill(os.getpid(), 9)
+            _crash()
         is_lost_twice = first in (Script.LOST_TWICE, Script.LOST_TWICE_AND_SILENT)
         if is_lost_twice and (self._once("first") or self._once("second")):
-            os.kill(os.getpid(), 9)
+            _crash()
         if first not in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
             self._send(Admitted(request_id=request.request_id))
         if first in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
@@ -352,9 +354,9 @@ class FakeWorker:
             if sequence.request.token_ids[0] == Script.KILLS_WORKER:
                 if self._options.ends_with is not None:
                     os._exit(self._options.ends_with)
-                os.kill(os.getpid(), 9)
+                _crash()
             if sequence.request.token_ids[0] == Script.KILLS_AT_DECODE and sequence.has_stepped:
-                os.kill(os.getpid(), 9)
+                _crash()
         prompts = [each for one in self._sequences.values() if (each := one.score()) is not None]
         if prompts:
             self._send(StepDone(outputs=[], prompts=prompts))
@@ -452,6 +454,12 @@ class FakeWorker:
         if self._options.trace:
             with open(self._options.trace, "a") as file:
                 file.write(line + "\n")
+
+
+def _crash() -> None:
+    """Die as of a fault in a kernel, by a signal that nobody sends from outside."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def main(arguments: list[str] | None = None) -> int:
