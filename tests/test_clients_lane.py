@@ -1,6 +1,7 @@
 """The lane of unmodified clients: its catalogue, its results, its table and its environments."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ullage_clients.catalogue import CLIENTS, Client, ClientError, Kind, choose, pin
+from ullage_clients.catalogue import CLIENTS, ClientError, Kind, choose, pin
 from ullage_clients.environments import Environments, NotInstalled, is_pinned, packages
 from ullage_clients.judging import PROGRAMS, Service, judge_client, variables
 from ullage_clients.results import (
@@ -161,8 +162,8 @@ def test_the_summary_names_everything_that_did_not_pass() -> None:
     assert not Result("1.0", {}).passed
 
 
-def fake(folder: Path, client: Client, program: str) -> Environments:
-    """Return environments in which a client's Python runs this program instead of the client's."""
+def fake(folder: Path, program: str) -> Environments:
+    """Return environments whose Python of vLLM runs this program instead of the client's."""
     python = folder / "vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
     script = folder / "program.py"
@@ -180,10 +181,10 @@ def test_a_program_is_judged_by_its_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = f"import os\nprint('noise')\nprint({line('load', seen='8')!r})\n"
-    judged = judge_client(BENCH, fake(tmp_path, BENCH, program), SERVICE)
+    judged = judge_client(BENCH, fake(tmp_path, program), SERVICE)
     assert judged.checks == {"load": Check(True, "8")}
     assert capsys.readouterr().out == "vllm-bench: load: passed (8)\n"
-    assert (tmp_path / "vllm" / "work" / "log").read_text(encoding="utf-8") == "noise\n"
+    assert (tmp_path / "vllm-bench" / "work" / "log").read_text(encoding="utf-8") == "noise\n"
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -193,9 +194,10 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 child.wait()
 """
     client = replace(BENCH, timeout_s=1.0)
-    judged = judge_client(client, fake(tmp_path, client, program), SERVICE)
+    judged = judge_client(client, fake(tmp_path, program), SERVICE)
     [check] = judged.checks.values()
     assert not check.passed
+    assert check.seen.endswith("/vllm-bench/work/log")
     assert "was killed, at most 1 s after its start" in check.seen
 
 
@@ -212,7 +214,7 @@ def test_a_package_that_cannot_be_installed_is_named_with_the_log(
     npm = tmp_path / "npm"
     npm.write_text("#!/bin/sh\necho npm error: no such version\nexit 1\n", encoding="utf-8")
     npm.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(NotInstalled) as caught:
         Environments(tmp_path / "env", tmp_path).command(client)
     words = str(caught.value)
@@ -226,7 +228,7 @@ def test_an_environment_is_made_again_only_if_its_pins_change(
     npm = tmp_path / "npm"
     npm.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n', encoding="utf-8")
     npm.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     environments = Environments(tmp_path / "env", tmp_path)
 
     def calls() -> int:

@@ -253,7 +253,7 @@ _ALL = (
         name="lm-eval",
         title="`lm-eval`, `local-completions`",
         kind=Kind.PYTHON,
-        requirements=("lm-eval[api]==0.4.13", "transformers==5.24.0"),
+        requirements=("lm-eval[api]==0.4.13",),
         program="lm_eval_client.py",
         checks={
             "loglikelihood": "every choice of a local task scored, below zero",

@@ -5,9 +5,12 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ullage_clients.catalogue import NODE, Client, Kind, pin
@@ -15,6 +18,8 @@ from ullage_clients.catalogue import NODE, Client, Kind, pin
 STAMP = "pins.json"
 """File in an environment that is complete, with the pins that it was made of."""
 INSTALL_TIMEOUT_S = 1200.0
+PROGRESS_S = 20.0
+"""Seconds between two lines about an installation that goes on."""
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 """Versions of Python to look for, if this program's own is too old for a client."""
 PROCESSORS = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
@@ -62,8 +67,8 @@ class Environments:
         return [str(runtime / "node_modules" / package / "bin" / "node")]
 
     def home(self, client: Client) -> Path:
-        """Return the folder of a client's environment."""
-        return self._vllm if client.kind == Kind.VLLM else self._folder / client.name
+        """Return the folder of a client's environment, and of the files of its runs."""
+        return self._folder / client.name
 
     def version(self, client: Client) -> str:
         """Return the client's version: the pinned one, or that of the installed vLLM."""
@@ -146,17 +151,33 @@ def install(command: Sequence[str], home: Path, log: Path) -> None:
     if not shutil.which(command[0]):
         raise NotInstalled(f"{command[0]} is not in PATH")
     with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
         try:
-            done = subprocess.run(
-                command, stdout=output, stderr=output, timeout=INSTALL_TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise NotInstalled(f"no end after {INSTALL_TIMEOUT_S:.0f} s; see {log}") from None
-    if done.returncode:
+            status = wait(process, home.name)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if status is None:
+        raise NotInstalled(f"no end after {INSTALL_TIMEOUT_S:.0f} s; see {log}")
+    if status:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         reason = next((line for line in reversed(lines) if "error" in line.lower()), "")
-        packages = ", ".join(word for word in command if is_pinned(word)) or home.name
-        raise NotInstalled(f"{packages}: {reason.strip() or done.returncode}; see {log}")
+        named = ", ".join(word for word in command if is_pinned(word)) or home.name
+        raise NotInstalled(f"{named}: {reason.strip() or f'exit status {status}'}; see {log}")
+
+
+def wait(process: "subprocess.Popen[bytes]", name: str) -> int | None:
+    """Return the status of an installation, or None if it takes too long. Print its progress."""
+    began = time.monotonic()
+    while (passed_s := time.monotonic() - began) < INSTALL_TIMEOUT_S:
+        try:
+            return process.wait(PROGRESS_S)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: installing for {passed_s + PROGRESS_S:.0f} s", flush=True)
+    return None
 
 
 def is_pinned(word: str) -> bool:

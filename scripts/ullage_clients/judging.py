@@ -53,9 +53,10 @@ def judge_client(client: Client, environments: Environments, service: Service) -
     home = environments.home(client)
     work = home / "work"
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    work.mkdir(parents=True)
     program = program_path(client, home)
     log = work / "log"
+    shown = log.relative_to(home.parents[1])
 
     lines: list[str] = []
     with log.open("w", encoding="utf-8") as output:
@@ -86,9 +87,9 @@ def judge_client(client: Client, environments: Environments, service: Service) -
             kill(process.pid)
             process.wait()
 
-    ending = f"exited with {status}; see {log}"
+    ending = f"exited with {status}; see {shown}"
     if status == -signal.SIGKILL:
-        ending = f"was killed, at most {client.timeout_s:.0f} s after its start; see {log}"
+        ending = f"was killed, at most {client.timeout_s:.0f} s after its start; see {shown}"
     return Result(environments.version(client), pins, checks=judge(client, lines, ending))
 
 

@@ -1,7 +1,6 @@
 """lm-evaluation-harness: a local task of choices, and one of continuations."""
 
 import json
-import os
 from pathlib import Path
 
 from checks import MODEL, URL, check, expect, run
@@ -44,7 +43,6 @@ def samples(task: str, text: str) -> list[dict]:
     (folder / f"{task}.yaml").write_text(text.format(data=data.resolve()), encoding="utf-8")
 
     server = f"model={MODEL},base_url={URL}/v1/completions,num_concurrent=2,max_retries=1"
-    server += f",tokenized_requests=False,tokenizer={os.environ['SERVICE_TOKENIZER']}"
     call(
         "lm-eval",
         "run",

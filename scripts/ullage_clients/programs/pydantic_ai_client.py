@@ -39,7 +39,7 @@ def task_with_a_tool():
         cities.append(city)
         return "sunny"
 
-    # The output function ends the task, so the first call is forced to be the only one.
+    # The model has to call an output function, which ends the task.
     agent = Agent(model, output_type=[weather], model_settings=SETTINGS)
     result = agent.run_sync(QUESTION)
     expect(cities and result.output == "sunny", result)
