@@ -59,8 +59,9 @@ def judge_client(client: Client, environments: Environments, service: Service) -
     shown = log.relative_to(home.parents[1])
 
     lines: list[str] = []
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
+    with (
+        log.open("w", encoding="utf-8") as output,
+        subprocess.Popen(
             [*command, str(program)],
             env=variables(os.environ, service, work),
             cwd=work,
@@ -70,7 +71,8 @@ def judge_client(client: Client, environments: Environments, service: Service) -
             text=True,
             errors="replace",
             start_new_session=True,
-        )
+        ) as process,
+    ):
         timer = threading.Timer(client.timeout_s, kill, [process.pid])
         timer.start()
         try:
@@ -85,7 +87,6 @@ def judge_client(client: Client, environments: Environments, service: Service) -
             timer.cancel()
             # A client may have started processes of its own.
             kill(process.pid)
-            process.wait()
 
     ending = f"exited with {status}; see {shown}"
     if status == -signal.SIGKILL:

@@ -49,7 +49,7 @@ def task_with_a_tool():
 @check("stream")
 async def stream():
     async with Agent(model, model_settings={"max_tokens": 8}).run_stream(QUESTION) as result:
-        pieces = [piece async for piece in result.stream_text(delta=True)]
+        pieces = [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
     expect(pieces, result)
     return f"{len(pieces)} pieces"
 
