@@ -59,6 +59,8 @@ def main(words: Sequence[str]) -> int:
         if options.list:
             print("\n".join(map(description, clients)))
             return 0
+        if options.json:
+            check_writable(options.json)
         results = run(clients)
         if options.json:
             options.json.write_text(to_json(results), encoding="utf-8")
@@ -74,6 +76,18 @@ def main(words: Sequence[str]) -> int:
     if any(result.failures for result in results.values()):
         return FAILED
     return 0 if any(result.passed for result in results.values()) else NOTHING_JUDGED
+
+
+def check_writable(path: Path) -> None:
+    """Check before a long run that its results can be written.
+
+    Raises:
+        ClientError: they cannot.
+    """
+    try:
+        path.touch()
+    except OSError as error:
+        raise ClientError(f"--json {path}: {error.strerror}; name a file to write") from None
 
 
 def run(clients: Sequence[Client]) -> dict[str, Result]:

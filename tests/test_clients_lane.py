@@ -257,3 +257,9 @@ def test_wrong_options_are_refused_by_name() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "no client is called opnai" in done.stderr
     assert "examples:" in run("--help").stdout
+
+
+def test_an_unwritable_file_is_refused_before_the_run(tmp_path: Path) -> None:
+    done = run("--only", "openai", "--json", str(tmp_path / "absent" / "results.json"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "results.json: No such file or directory; name a file to write" in done.stderr

@@ -307,7 +307,10 @@ _ALL = (
         kind=Kind.NODE,
         requirements=("@openai/codex@0.171.0",),
         program="codex_node.mjs",
-        checks={"task": "a task of `codex exec` that ends with a message"},
+        checks={
+            "long prompt": "Codex's own words for a prompt beyond the context",
+            "task": "a task of `codex exec` with short instructions that ends with a message",
+        },
     ),
 )
 
