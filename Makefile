@@ -3,13 +3,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 PEERS  := .peers
+CLIENTS := .clients
 MOTO   := .venv-moto
 comma  := ,
 override CUDA := $(filter-out 0,$(CUDA))
 KIND   := $(if $(CUDA),cuda,cpu)
 ARGS   ?=
 
-.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint nightly faults bench gpu gpu-bundle gpu-rehearsal images e2e e2e-local clean
+.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm test-clients check lint nightly faults bench gpu gpu-bundle gpu-rehearsal images e2e e2e-local clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -118,6 +119,9 @@ test-slow: install-dev      ## what is too heavy for the gate; a part of `make n
 test-vllm: $(VLLM)/.dev     ## with vLLM itself (CONTRIBUTING.md)
 	$(VLLM)/bin/python -m pytest $(or $(ARGS),tests/vllm)
 
+test-clients: install       ## unmodified clients against the real model (docs/guide/clients.md)
+	$(BIN)/python scripts/clients.py $(ARGS)
+
 faults: install             ## 200 injected faults in a row, twice; a quarter of an hour
 	$(BIN)/python -m benchmarks faults --faults 200
 	$(BIN)/python -m benchmarks faults --faults 200 --dtype bfloat16 --deterministic
@@ -141,6 +145,7 @@ lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/python scripts/api_reference.py --check
+	$(BIN)/python scripts/clients.py --check
 	$(BIN)/python scripts/dashboards.py --check
 	$(BIN)/python scripts/metrics_reference.py --check
 	$(BIN)/python scripts/model_keys_reference.py --check
@@ -168,4 +173,4 @@ e2e-local: install-dev      ## the same on a Kubernetes made here of K8S_SOURCE 
 	$(LOCAL_CLUSTER) test -- $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(MOTO) $(PEERS) .run dist
+	rm -rf $(VENV) $(VLLM) $(MOTO) $(PEERS) $(CLIENTS) .run dist

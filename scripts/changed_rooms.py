@@ -37,6 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "examples": ("cli", "operator", "e2e"),
     "docs": (),
     "newsfragments": (),
+    "scripts/ullage_clients": (),
 }
 """Maps the folder of a changed file to folders in tests/. tests/test_*.py always run."""
 ANY_FOLDER = "."

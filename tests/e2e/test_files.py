@@ -78,7 +78,7 @@ def test_the_second_question_about_a_file_reuses_its_kv(files_service: "Service"
             client.chat.completions.create(
                 model="smollm2-135m", messages=[{"role": "user", "content": parts}]
             )
-        assert "context is 8192" in error.value.message
+        assert "context length is 8192" in error.value.message
 
 
 def router_of(service: "Service") -> psutil.Process:

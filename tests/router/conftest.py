@@ -108,6 +108,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
         wait: bool = True,
         template: str = TEMPLATE,
         tool_template: str = "",
+        special_tokens: dict[str, str] | None = None,
         sampling_defaults: inference_pb2.SamplingParams | None = None,
         credentials: grpc.ServerCredentials | None = None,
         sleepy: tuple[str, ...] = (),
@@ -122,6 +123,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
                     engine.headroom.model = model
                     engine.template = template
                     engine.tool_template = tool_template
+                    engine.special_tokens = special_tokens or {}
                     if sampling_defaults:
                         engine.sampling_defaults = sampling_defaults
                     engine.credentials = credentials

@@ -33,7 +33,11 @@ from ullage_router.http.openai.endpoint import (
     sampling_defaults,
 )
 from ullage_router.http.openai.errors import error_headers
-from ullage_router.http.openai.tokenize import DetokenizeEndpoint, TokenizeEndpoint
+from ullage_router.http.openai.tokenize import (
+    DetokenizeEndpoint,
+    TokenizeEndpoint,
+    TokenizerInfoEndpoint,
+)
 from ullage_router.http.responses import endpoint as responses
 from ullage_router.http.responses.store import ResponseStore
 from ullage_router.server.service import RouterService
@@ -241,6 +245,7 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
         "/load": _get(_page(pages.load)),
         "/tokenize": {"POST": TokenizeEndpoint(service)},
         "/detokenize": {"POST": DetokenizeEndpoint(service)},
+        "/tokenizer_info": _get(TokenizerInfoEndpoint(service)),
         **({path: _get(monitoring) for path in ("/stats", "/metrics")} if monitoring else {}),
     }
 

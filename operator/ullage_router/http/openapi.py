@@ -456,6 +456,14 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
             errors=WITH_KEY | WITH_BODY,
         )
     },
+    "/tokenizer_info": _get(
+        Operation(
+            "tokenizer_info",
+            "Describe the tokenizer.",
+            answers.TokenizerInfo,
+            errors=WITH_KEY,
+        )
+    ),
     PATH: _get(Operation("openapi", "Return this document.", dict[str, Any], needs_key=False)),
     "/stats": _get(
         Operation("stats", "Return the state of a process.", dict[str, Any], errors=WITH_KEY)

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from ullage_common.config.router import Rung, ShrinkOutputSection
 from ullage_common.request_cost import Demand, most_tokens, predict
+from ullage_router.policy.context_length import too_long
 from ullage_router.policy.facts import (
     EngineState,
     EngineView,
@@ -566,14 +567,11 @@ def _never_fits(
 
 
 def _too_long(facts: RequestFacts, context: int) -> str:
-    size = f"has {facts.prompt_tokens} tokens"
-    but = f"but the context is {context} tokens"
+    size = f"it has {facts.prompt_tokens} tokens"
     if not facts.min_tokens:  # an input to embed has no answer
-        return f"the input {size}, {but}; shorten it"
-    return (
-        f"the prompt {size} and the answer needs {facts.min_tokens}, {but}; shorten the prompt "
-        "or lower max_tokens"
-    )
+        return too_long("the input", size, context, "shorten it")
+    size = f"{size} and the answer needs {facts.min_tokens}"
+    return too_long("the prompt", size, context, "shorten the prompt or lower max_tokens")
 
 
 def _busy(reason: str, demand: Demand, available: int, retry_s: int) -> str:

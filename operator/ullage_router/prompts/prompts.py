@@ -19,6 +19,7 @@ from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
 from ullage_common.wire.validation import check_prompt_tokens
 from ullage_router.engines.engines import Engines
 from ullage_router.intake import IntakeThread
+from ullage_router.policy.context_length import too_long
 from ullage_router.prompts.cleanse import cleanse_turns, squeezed
 from ullage_router.prompts.outline import are_more, written
 from ullage_router.prompts.summarize import HistorySummarizer
@@ -297,26 +298,21 @@ class PromptBuilder:
         most = self._engines.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if size > most:
             counted = (
-                f", {TURN_CHARACTERS} counted for each message," if field == "messages" else ""
+                f" ({TURN_CHARACTERS} counted for each message)" if field == "messages" else ""
             )
-            message = (
-                f"{field}: {size} characters{counted} and the context is "
-                f"{self._engines.max_model_len} tokens; send at most {most}"
-            )
-            raise invalid(field, message, "CONTEXT_TOO_LONG")
+            characters = f"{field} has {size} characters{counted}"
+            raise self._refusal(field, characters, f"send at most {most} characters")
 
     def _check_count(self, num_tokens: int) -> None:
         """Refuse a prompt with more tokens than any engine accepts, before copying the tokens."""
-        context = self._engines.max_model_len
-        if num_tokens > context:
-            message = f"prompt has {num_tokens} tokens and the context is {context}; shorten it"
-            raise invalid("prompt", message, "CONTEXT_TOO_LONG")
+        if num_tokens > self._engines.max_model_len:
+            raise self._refusal("prompt", f"it has {num_tokens} tokens", "shorten it")
 
     def _too_long(self, field: str, fewest: int) -> ServiceError:
-        context = self._engines.max_model_len
-        message = (
-            f"{field} has more than {fewest} tokens and the context is {context} tokens; shorten it"
-        )
+        return self._refusal(field, f"{field} has more than {fewest} tokens", "shorten it")
+
+    def _refusal(self, field: str, size: str, remedy: str) -> ServiceError:
+        message = too_long("the prompt", size, self._engines.max_model_len, remedy)
         return invalid(field, message, "CONTEXT_TOO_LONG")
 
 

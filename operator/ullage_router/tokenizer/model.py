@@ -300,7 +300,7 @@ def load_model(
         tokenizer.no_padding()
         template = (
             ChatTemplate(
-                response.chat_template, _special_tokens(response), response.tool_chat_template
+                response.chat_template, special_tokens(response), response.tool_chat_template
             )
             if response.chat_template
             else None
@@ -338,7 +338,7 @@ def _reasoning(template: ChatTemplate | None, name: str) -> ReasoningFormat | No
     return reasoning_format(template.source) if name == "auto" else REASONING_FORMATS[name]
 
 
-def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:
+def special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:
     """Return the special tokens' texts by name. Old engine versions report only two of them."""
     two = {"bos_token": response.bos_token, "eos_token": response.eos_token}
     return dict(response.special_tokens) or {name: text for name, text in two.items() if text}

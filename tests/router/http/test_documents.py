@@ -169,7 +169,11 @@ def test_too_long_a_file_is_named_with_tokens_and_context(
             with pytest.raises(openai.BadRequestError) as error:
                 await create(model="tiny", messages=asking(name))
             assert error.value.code == "context_length_exceeded"
-            for words in ("tokens", "the context is 1000", f"{name} (notes.md, 1500 bytes)"):
+            for words in (
+                "tokens",
+                "maximum context length is 1000",
+                f"{name} (notes.md, 1500 bytes)",
+            ):
                 assert words in error.value.message
 
             large = await upload(service, "x" * (5 << 20))

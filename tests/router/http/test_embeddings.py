@@ -119,7 +119,8 @@ def test_the_prompt_alone_is_priced(start_service: StartService) -> None:
             error = answer.json()["error"]
             assert answer.status_code == 400
             assert error["code"] == "context_length_exceeded"
-            assert "the input has 161 tokens, but the context is 160 tokens" in error["message"]
+            assert "it has 161 tokens" in error["message"]
+            assert "this model's maximum context length is 160 tokens" in error["message"]
 
     asyncio.run(scenario())
 

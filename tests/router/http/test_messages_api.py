@@ -399,8 +399,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"thinking": {"type": "hard"}}, "thinking.type"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
     ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format.type"),
 ]
+
+
+def test_sdks_see_that_a_thread_needs_the_whole_conversation(
+    start_service: "StartService",
+) -> None:
+    """Without this code the SDK's tool runner gives up after the refusal."""
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            error = (await send(service, thread={"type": "create"})).json()["error"]
+            assert error["details"]["error_code"] == "thread_unsupported_request"
+            assert error["details"]["unsupported"] == ["thread"]
+
+            answer = await send(service, thread=None)
+            assert answer.status_code == 200
+
+    asyncio.run(scenario())
 
 
 def test_errors_have_anthropics_form(start_service: "StartService") -> None:

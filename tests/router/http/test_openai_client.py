@@ -205,6 +205,9 @@ def test_a_prompt_above_the_context_is_told_in_openais_words(
                 for told, param in ((asked.value, "messages"), (completed.value, "prompt")):
                     assert (told.code, told.param) == ("context_length_exceeded", param)
                     assert told.type == "invalid_request_error"
+                    # LangChain and LiteLLM search the text for either, and not for the code.
+                    assert "prompt is too long" in told.message
+                    assert "this model's maximum context length is 100 tokens" in told.message
             latest = (await service.stats())["latest"]
             assert {entry["error"] for entry in latest} == {"CONTEXT_TOO_LONG"}
 

@@ -82,6 +82,28 @@ def test_tokenize_counts_what_a_request_has(start_service: "StartService") -> No
     asyncio.run(scenario())
 
 
+def test_the_tokenizer_is_described(start_service: "StartService") -> None:
+    """lm-eval tokenises by a server whose description has an eos_token."""
+
+    async def scenario() -> None:
+        tokens = {"eos_token": "</s>", "image_token": "<image>"}
+        async with start_service(special_tokens=tokens) as service:
+            for path in ("/tokenizer_info", "/tokenizer_info/"):
+                info = (await service.http.get(path)).json()
+                assert info == {
+                    "tokenizer_class": "PreTrainedTokenizerFast",
+                    "model_max_length": 2000,
+                    "add_bos_token": False,
+                    "chat_template": service.engine.template,
+                    "bos_token": None,
+                    "eos_token": "</s>",
+                    "pad_token": None,
+                    "unk_token": None,
+                }
+
+    asyncio.run(scenario())
+
+
 def test_what_cannot_be_tokenized(start_service: "StartService") -> None:
     wrong: list[tuple[str, Any, str]] = [
         ("/tokenize", {}, "prompt"),
@@ -120,6 +142,9 @@ def test_a_key_is_needed(start_service: "StartService", tmp_path: Path) -> None:
                 key = {"authorization": f"Bearer {KEY}"}
                 answer = await service.http.post(path, json=body, headers=key)
                 assert answer.status_code == 200
+            assert (await service.http.get("/tokenizer_info")).status_code == 401
+            answer = await service.http.get("/tokenizer_info", headers=key)
+            assert answer.status_code == 200
 
     asyncio.run(scenario())
 

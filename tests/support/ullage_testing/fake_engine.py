@@ -100,6 +100,7 @@ class FakeEngine(
         self.vocab_size = 256
         self.template = TEMPLATE
         self.tool_template = ""
+        self.special_tokens: dict[str, str] = {}
         self.sampling_defaults = inference_pb2.SamplingParams()
         self.task = inference_pb2.TASK_GENERATE
         self.has_kv = True
@@ -195,6 +196,7 @@ class FakeEngine(
             tokenizer_json=self.tokenizer,
             chat_template=self.template,
             tool_chat_template=self.tool_template,
+            special_tokens=self.special_tokens,
             sampling_defaults=self.sampling_defaults,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,

@@ -42,6 +42,11 @@ _NAMES = field_names(
     }
 )
 
+_THREAD = "thread"
+"""Field that asks the server to keep the conversation."""
+_UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
+"""Details by which Anthropic's SDKs see that they have to send the whole conversation."""
+
 
 def error_body(error: ServiceError) -> bytes:
     """Return the error as `{"type": "error", "error": {"type", "message", "code", "param"}}`.
@@ -61,6 +66,8 @@ def _body(error: ServiceError, *, is_event: bool) -> bytes:
         "code": error_code(error),
         "param": field,
     }
+    if field == _THREAD:
+        details["details"] = _UNTHREADED
     if is_event and (seconds := retry_after_s(error)) is not None:
         details["retry_after"] = seconds
     return msgspec.json.encode({"type": "error", "error": details})

@@ -88,6 +88,7 @@ class CountTokensRequest(Refusing, frozen=True, kw_only=True):
     NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
         "container": (None,),
         "mcp_servers": (None, []),
+        "thread": (None,),
     }
 
     messages: Annotated[list[MessageParam], msgspec.Meta(max_length=MAX_MESSAGES)]
@@ -99,6 +100,7 @@ class CountTokensRequest(Refusing, frozen=True, kw_only=True):
     output_config: OutputConfig | None = None
     container: object = None
     mcp_servers: object = None
+    thread: object = None
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):

@@ -319,6 +319,19 @@ class DetokenizeAnswer(Answer, frozen=True, kw_only=True):
     prompt: str
 
 
+class TokenizerInfo(Answer, frozen=True, kw_only=True):
+    """The tokenizer as tokenizer_config.json describes it."""
+
+    tokenizer_class: str
+    model_max_length: int
+    add_bos_token: bool
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+
+
 class ErrorDetails(Answer, frozen=True, kw_only=True):
     """Details of an error: its message and code, and the invalid field."""
 

@@ -1,4 +1,4 @@
-"""Serves vLLM's POST /tokenize and POST /detokenize, which need no engine.
+"""Serves vLLM's /tokenize, /detokenize and /tokenizer_info, which need no engine.
 
 A prompt is tokenised exactly as for a completion or a chat, so the count is the one that a request
 would have.
@@ -30,9 +30,10 @@ from ullage_router.http.openai.schemas import NULL, ChatMessage, ChatRequest, To
 from ullage_router.policy.facts import Side
 from ullage_router.server.service import RouterService
 from ullage_router.tenants.session import TenantSession
-from ullage_router.tokenizer.model import Model
+from ullage_router.tokenizer.model import Model, special_tokens
 
 _JSON = (b"content-type", b"application/json")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _TOKEN_IDS = msgspec.json.Decoder(
     Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 )
@@ -119,6 +120,18 @@ class DetokenizeEndpoint:
         await reply.whole(200, [_JSON], text)
 
 
+class TokenizerInfoEndpoint:
+    """Serves requests to /tokenizer_info, as clients that tokenise by /tokenize need it."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+
+    async def __call__(self, request: Request, reply: Reply) -> None:
+        tenant = self._service.tenants.open_session(request.headers.get("authorization"))
+        model = _model(self._service, "", tenant)
+        await reply.whole(200, [_JSON], msgspec.json.encode(_tokenizer_info(model)))
+
+
 def _model(service: RouterService, name: str, tenant: TenantSession) -> Model:
     """Return the model whose tokenizer is used.
 
@@ -171,6 +184,19 @@ def _detokenize_request(body: Body) -> tuple[str, Sequence[int]]:
     if lists is not None and len(lists) == 1:
         return asked.model or "", lists[0]
     return asked.model or "", decode_field(_TOKEN_IDS, asked.tokens, "tokens")
+
+
+def _tokenizer_info(model: Model) -> dict[str, object]:
+    """Return the model's tokenizer as tokenizer_config.json describes it."""
+    description = model.description
+    tokens = special_tokens(description)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": description.max_model_len,
+        "add_bos_token": description.add_bos,
+        "chat_template": description.chat_template or None,
+        **{name: tokens.get(name) for name in _SPECIAL_TOKENS},
+    }
 
 
 def _tokens_answer(model: Model, ids: Sequence[int], wants_strings: bool) -> bytes:
