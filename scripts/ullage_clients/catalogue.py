@@ -309,7 +309,7 @@ _ALL = (
         program="codex_node.mjs",
         checks={
             "long prompt": "Codex's own words for a prompt beyond the context",
-            "task": "a task of `codex exec` with short instructions that ends with a message",
+            "task": "a task of `codex exec` with short instructions: a message, maybe cut",
         },
     ),
 )

@@ -9,6 +9,9 @@ from commands import call
 
 REQUESTS = 8
 
+# Offline, AIPerf takes a tokenizer's folder for the name of a repository.
+del os.environ["HF_HUB_OFFLINE"]
+
 
 @check("load")
 def load():

@@ -49,10 +49,12 @@ await run({
       ...["-c", "include_environment_context=false"],
       ...["-c", "include_apps_instructions=false"],
     );
-    const failure = events.find((event) => ["turn.failed", "error"].includes(event.type));
-    expect(status === 0 && !failure, failure);
     const kinds = events.map((event) => event.item?.type ?? event.type);
-    expect(kinds.includes("agent_message"), kinds);
-    return kinds.join(", ");
+    expect(kinds.includes("agent_message"), events);
+    if (status === 0) return "a message";
+    // A small model does not always stop. Codex takes an answer for an error that a limit cuts.
+    const failure = events.find((event) => event.type === "turn.failed");
+    expect(failure?.error.message.includes("max_output_tokens"), failure);
+    return "a message that a limit cut";
   },
 });
