@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ullage_clients.catalogue import CLIENTS, Client, ClientError, choose
+from ullage_clients.catalogue import CLIENTS, ClientError, JudgedClient, choose
 from ullage_clients.environments import Environments, packages
 from ullage_clients.judging import Service, judge_client
 from ullage_clients.results import Result, from_json, merge, summary, table, to_json
@@ -90,7 +90,7 @@ def check_writable(path: Path) -> None:
         raise ClientError(f"--json {path}: {error.strerror}; name a file to write") from None
 
 
-def run(clients: Sequence[Client]) -> dict[str, Result]:
+def run(clients: Sequence[JudgedClient]) -> dict[str, Result]:
     """Judge clients one after the other, against one service."""
     environments = Environments(FOLDER, VLLM)
     with service(FOLDER) as ready:
@@ -174,7 +174,7 @@ def check_page() -> int:
     return FAILED
 
 
-def description(client: Client) -> str:
+def description(client: JudgedClient) -> str:
     """Return a client's name, packages and checks, for `--list`."""
     pinned = ", ".join(client.requirements) or f"the version in {VLLM.name}"
     checks = [f"  {name}: {shows}" for name, shows in client.checks.items()]

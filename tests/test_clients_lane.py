@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ullage_clients.catalogue import CLIENTS, ClientError, Kind, choose, pin
+from ullage_clients.catalogue import CLIENTS, ClientError, ClientKind, choose, pin
 from ullage_clients.environments import Environments, NotInstalled, is_pinned, packages
 from ullage_clients.judging import PROGRAMS, Service, judge_client, variables
 from ullage_clients.results import (
@@ -52,14 +52,14 @@ def test_the_page_is_of_the_recorded_results() -> None:
 def test_every_program_has_the_checks_of_the_catalogue_in_their_order() -> None:
     for client in CLIENTS.values():
         text = (PROGRAMS / client.program).read_text(encoding="utf-8")
-        pattern = CHECKED_BY_NODE if client.kind == Kind.NODE else CHECKED
+        pattern = CHECKED_BY_NODE if client.kind == ClientKind.NODE else CHECKED
         assert pattern.findall(text) == list(client.checks), client.name
 
 
 def test_every_client_is_pinned() -> None:
     for client in CLIENTS.values():
         assert len(packages(client)) == len(client.requirements), client.name
-        assert client.requirements or client.kind == Kind.VLLM, client.name
+        assert client.requirements or client.kind == ClientKind.VLLM, client.name
         assert all(map(is_pinned, client.requirements)), client.name
 
 

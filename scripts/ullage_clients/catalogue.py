@@ -13,7 +13,7 @@ NODE = "22.23.3"
 DEFAULT_TIMEOUT_S = 600.0
 
 
-class Kind(StrEnum):
+class ClientKind(StrEnum):
     """The language of a client, or how its environment comes about."""
 
     PYTHON = "Python"
@@ -27,7 +27,7 @@ class ClientError(Exception):
 
 
 @dataclass(frozen=True)
-class Client:
+class JudgedClient:
     """One client.
 
     name
@@ -47,7 +47,7 @@ class Client:
 
     name: str
     title: str
-    kind: Kind
+    kind: ClientKind
     requirements: tuple[str, ...]
     program: str
     checks: Mapping[str, str]
@@ -74,7 +74,7 @@ def pin(requirement: str) -> tuple[str, str]:
     return name.partition("[")[0], version
 
 
-def choose(names: Sequence[str]) -> tuple[Client, ...]:
+def choose(names: Sequence[str]) -> tuple[JudgedClient, ...]:
     """Return the clients of these names in the catalogue's order, or all of them.
 
     Raises:
@@ -137,26 +137,26 @@ AGENT_CHECKS = (
 LOAD = {"load": "every request answered, none failed"}
 
 _ALL = (
-    Client(
+    JudgedClient(
         name="openai",
         title="`openai` for Python",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("openai==3.57.0",),
         program="openai_python.py",
         checks=OPENAI_CHECKS | {"async client": "an answer to the asynchronous client"},
     ),
-    Client(
+    JudgedClient(
         name="anthropic",
         title="`anthropic` for Python",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("anthropic==2.14.0",),
         program="anthropic_python.py",
         checks=ANTHROPIC_CHECKS | {"tool runner": "a tool that the SDK runs by itself"},
     ),
-    Client(
+    JudgedClient(
         name="langchain-openai",
         title="`langchain-openai`",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("langchain-openai==1.7.4",),
         program="langchain_openai_client.py",
         checks=(
@@ -171,10 +171,10 @@ _ALL = (
             | EMBEDDINGS
         ),
     ),
-    Client(
+    JudgedClient(
         name="litellm",
         title="`litellm`",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("litellm==1.110.2",),
         program="litellm_client.py",
         checks=(
@@ -190,10 +190,10 @@ _ALL = (
             | EMBEDDINGS
         ),
     ),
-    Client(
+    JudgedClient(
         name="pydantic-ai",
         title="`pydantic-ai-slim`",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("pydantic-ai-slim[openai]==2.68.0",),
         program="pydantic_ai_client.py",
         checks=(
@@ -204,10 +204,10 @@ _ALL = (
             | ERRORS
         ),
     ),
-    Client(
+    JudgedClient(
         name="instructor",
         title="`instructor`",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("instructor==1.17.0",),
         program="instructor_client.py",
         checks=(
@@ -217,42 +217,42 @@ _ALL = (
             | ERRORS
         ),
     ),
-    Client(
+    JudgedClient(
         name="openai-agents",
         title="`openai-agents` for Python",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("openai-agents==0.24.0",),
         program="openai_agents_python.py",
         checks=AGENT_CHECKS | SCHEMA | {"chats": "a task by /v1/chat/completions"} | ERRORS,
     ),
-    Client(
+    JudgedClient(
         name="node-openai",
         title="`openai` for Node",
-        kind=Kind.NODE,
+        kind=ClientKind.NODE,
         requirements=("openai@7.59.0",),
         program="openai_node.mjs",
         checks=OPENAI_CHECKS,
     ),
-    Client(
+    JudgedClient(
         name="node-anthropic",
         title="`@anthropic-ai/sdk` for Node",
-        kind=Kind.NODE,
+        kind=ClientKind.NODE,
         requirements=("@anthropic-ai/sdk@1.14.0",),
         program="anthropic_node.mjs",
         checks=ANTHROPIC_CHECKS,
     ),
-    Client(
+    JudgedClient(
         name="node-ai",
         title="`ai` with `@ai-sdk/openai-compatible`",
-        kind=Kind.NODE,
+        kind=ClientKind.NODE,
         requirements=("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"),
         program="ai_node.mjs",
         checks=CREATE | STREAM | FORCED | AUTO | SCHEMA | ERRORS | EMBEDDINGS,
     ),
-    Client(
+    JudgedClient(
         name="lm-eval",
         title="`lm-eval`, `local-completions`",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("lm-eval[api]==0.4.13",),
         program="lm_eval_client.py",
         checks={
@@ -260,51 +260,51 @@ _ALL = (
             "generation": "every example of a local task continued",
         },
     ),
-    Client(
+    JudgedClient(
         name="vllm-bench",
         title="`vllm bench serve`",
-        kind=Kind.VLLM,
+        kind=ClientKind.VLLM,
         requirements=(),
         program="vllm_bench.py",
         checks=LOAD,
     ),
-    Client(
+    JudgedClient(
         name="guidellm",
         title="`guidellm`",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("guidellm==0.8.1",),
         program="guidellm_client.py",
         checks=LOAD,
     ),
-    Client(
+    JudgedClient(
         name="inference-perf",
         title="`inference-perf`",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("inference-perf==0.7.0",),
         program="inference_perf_client.py",
         checks=LOAD,
         python=(3, 12),
     ),
-    Client(
+    JudgedClient(
         name="aiperf",
         title="`aiperf`",
-        kind=Kind.PYTHON,
+        kind=ClientKind.PYTHON,
         requirements=("aiperf==0.13.0",),
         program="aiperf_client.py",
         checks=LOAD,
     ),
-    Client(
+    JudgedClient(
         name="node-agents",
         title="`@openai/agents` for Node",
-        kind=Kind.NODE,
+        kind=ClientKind.NODE,
         requirements=("@openai/agents@0.20.0", "zod@4.6.7"),
         program="openai_agents_node.mjs",
         checks=AGENT_CHECKS,
     ),
-    Client(
+    JudgedClient(
         name="codex",
         title="`@openai/codex`, without its web search",
-        kind=Kind.NODE,
+        kind=ClientKind.NODE,
         requirements=("@openai/codex@0.171.0",),
         program="codex_node.mjs",
         checks={
@@ -314,5 +314,5 @@ _ALL = (
     ),
 )
 
-CLIENTS: Mapping[str, Client] = MappingProxyType({client.name: client for client in _ALL})
+CLIENTS: Mapping[str, JudgedClient] = MappingProxyType({client.name: client for client in _ALL})
 """All clients by name, in the order in which they are judged and shown."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ullage_clients.catalogue import NODE, Client, Kind, pin
+from ullage_clients.catalogue import NODE, ClientKind, JudgedClient, pin
 
 STAMP = "pins.json"
 """File in an environment that is complete, with the pins that it was made of."""
@@ -43,20 +43,20 @@ class Environments:
         self._folder = folder
         self._vllm = vllm
 
-    def command(self, client: Client) -> list[str]:
+    def command(self, client: JudgedClient) -> list[str]:
         """Return the command that runs a program with a client, whose environment is made first.
 
         Raises:
             NotInstalled: a package cannot be installed on this machine.
         """
-        if client.kind == Kind.VLLM:
+        if client.kind == ClientKind.VLLM:
             python = self._vllm / "bin" / "python"
             if not python.exists():
                 raise NotInstalled(f"{self._vllm.name} is absent: run make install-vllm")
             return [str(python)]
 
         home = self._folder / client.name
-        if client.kind == Kind.PYTHON:
+        if client.kind == ClientKind.PYTHON:
             self._make(home, pins_of_python(client))
             return [str(home / "bin" / "python")]
 
@@ -66,11 +66,11 @@ class Environments:
         self._make(runtime, {"npm": [f"{package}@{NODE}"]})
         return [str(runtime / "node_modules" / package / "bin" / "node")]
 
-    def home(self, client: Client) -> Path:
+    def home(self, client: JudgedClient) -> Path:
         """Return the folder of a client's environment, and of the files of its runs."""
         return self._folder / client.name
 
-    def version(self, client: Client) -> str:
+    def version(self, client: JudgedClient) -> str:
         """Return the client's version: the pinned one, or that of the installed vLLM."""
         if client.requirements:
             return client.version
@@ -95,7 +95,7 @@ class Environments:
         stamp.write_text(text, encoding="utf-8")
 
 
-def pins_of_python(client: Client) -> Mapping[str, object]:
+def pins_of_python(client: JudgedClient) -> Mapping[str, object]:
     """Return the pins of an environment for Python, with the Python that it is made with."""
     return {"python": find_python(client.python), "pip": client.requirements}
 
@@ -187,6 +187,6 @@ def is_pinned(word: str) -> bool:
     return "==" in word or "@" in word[1:]
 
 
-def packages(client: Client) -> dict[str, str]:
+def packages(client: JudgedClient) -> dict[str, str]:
     """Return the pinned version of each package of a client."""
     return dict(pin(requirement) for requirement in client.requirements)

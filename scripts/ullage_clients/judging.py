@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ullage_clients.catalogue import Client, Kind
+from ullage_clients.catalogue import ClientKind, JudgedClient
 from ullage_clients.environments import Environments, NotInstalled, packages
 from ullage_clients.results import Result, judge, parse_line
 
@@ -41,7 +41,7 @@ class Service:
     tokenizer: Path
 
 
-def judge_client(client: Client, environments: Environments, service: Service) -> Result:
+def judge_client(client: JudgedClient, environments: Environments, service: Service) -> Result:
     """Judge one client. Each check is printed as soon as its result is there."""
     pins = packages(client)
     try:
@@ -94,7 +94,7 @@ def judge_client(client: Client, environments: Environments, service: Service) -
     return Result(environments.version(client), pins, checks=judge(client, lines, ending))
 
 
-def show(client: Client, line: str) -> None:
+def show(client: JudgedClient, line: str) -> None:
     """Print the check that a line of a program states."""
     if parsed := parse_line(line):
         name, check = parsed
@@ -104,9 +104,9 @@ def show(client: Client, line: str) -> None:
         )
 
 
-def program_path(client: Client, home: Path) -> Path:
+def program_path(client: JudgedClient, home: Path) -> Path:
     """Return the path of a client's program. Node finds packages beside the program only."""
-    if client.kind != Kind.NODE:
+    if client.kind != ClientKind.NODE:
         return PROGRAMS / client.program
     for name in (client.program, "checks.mjs"):
         shutil.copyfile(PROGRAMS / name, home / name)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ullage_clients.catalogue import Client, ClientError
+from ullage_clients.catalogue import ClientError, JudgedClient
 
 SEEN_LENGTH = 300
 """Number of characters that are kept of what a check saw."""
@@ -62,7 +62,7 @@ def parse_line(line: str) -> tuple[str, Check] | None:
     return str(value["check"]), Check(value["passed"] is True, seen[:SEEN_LENGTH])
 
 
-def judge(client: Client, lines: Iterable[str], ending: str) -> dict[str, Check]:
+def judge(client: JudgedClient, lines: Iterable[str], ending: str) -> dict[str, Check]:
     """Return the result of each check that the catalogue names, in its order.
 
     A check without a line has failed, and so has a line that the catalogue does not name: the
@@ -138,7 +138,9 @@ def merge(
 
 
 def table(
-    clients: Iterable[Client], results: Mapping[str, Result], packages: Mapping[str, dict[str, str]]
+    clients: Iterable[JudgedClient],
+    results: Mapping[str, Result],
+    packages: Mapping[str, dict[str, str]],
 ) -> str:
     """Return the table of all clients.
 

@@ -113,7 +113,7 @@ class ForkedWorker:
             signal.pidfd_send_signal(self._descriptor, number)
 
 
-class ForkServer:
+class ForkServerProcess:
     """Forks the workers of one engine, one after another.
 
     The process is started for the first worker, and started again if it was lost.

@@ -53,7 +53,7 @@ from ullage_engine.protocol.messages import (
     ToServer,
 )
 from ullage_engine.server.dispatch import Dispatcher
-from ullage_engine.server.fork_server import ForkServer
+from ullage_engine.server.fork_server import ForkServerProcess
 from ullage_engine.server.hang_detector import HangDetector
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Journal, JournalEntry
@@ -141,7 +141,7 @@ class WorkerSupervisor:
         self._profile = ProfileCall()
         self._adapter_calls = AdapterCalls()
         self._standby = Standby(policy) if has_standby else None
-        self._fork_server: ForkServer | None = None
+        self._fork_server: ForkServerProcess | None = None
 
         self._kv: KvTiers | None = None
         self._worker: WorkerHandle | None = None
@@ -243,7 +243,7 @@ class WorkerSupervisor:
         """
         self._kv = self._dispatcher.kv = kv
         if launch.fork_server:
-            self._fork_server = ForkServer(launch.fork_server, launch.environment)
+            self._fork_server = ForkServerProcess(launch.fork_server, launch.environment)
             self._standby = None
         try:
             while not self._stopping.is_set():

@@ -57,10 +57,10 @@ def costs_key(weights_key: str, parent: int) -> str:
 def read_costs(run_dir: Path, key: str) -> StepCosts | None:
     """Return the costs that an earlier worker of this fork server has measured, or None."""
     try:
-        left = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Left)
+        stored = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Left)
     except (OSError, msgspec.DecodeError):
         return None
-    return left.costs if key and left.key == key else None
+    return stored.costs if key and stored.key == key else None
 
 
 def leave_costs(run_dir: Path, key: str, costs: StepCosts) -> None:

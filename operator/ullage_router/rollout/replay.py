@@ -283,11 +283,11 @@ class Replayer:
             prompt = await self._prompts.build(engine.model, pending.request, "")
             token_ids = list(prompt.token_ids)
             answer = await self._ask(Side.STABLE, token_ids, MAX_ANSWER_TOKENS)
-            told = await self._told(answer, token_ids)
+            canary_answer = await self._canary_logprobs(answer, token_ids)
         except ServiceError as error:
             log.info("a prompt was not replayed", extra={"reason": error.reason})
             return self._is_given_up(pending, error, counts)
-        counts.add_answer(zip_longest(answer, told))
+        counts.add_answer(zip_longest(answer, canary_answer))
         self.unjudged = None
         return True
 
@@ -308,7 +308,7 @@ class Replayer:
         counts.refused += 1
         return True
 
-    async def _told(
+    async def _canary_logprobs(
         self, answer: Sequence[TokenLogprob], prompt: Sequence[int]
     ) -> list[TokenLogprob]:
         """Return what the canary says in the place of each token of a stable answer.
@@ -318,18 +318,18 @@ class Replayer:
         Raises:
             ServiceError: the canary could not answer for a reason that is not its fault.
         """
-        told: list[TokenLogprob] = []
+        canary_answer: list[TokenLogprob] = []
         token_ids = list(prompt)
         try:
             for token in answer:
                 [position] = await self._ask(Side.CANARY, token_ids, 1, token.token_id)
-                told.append(position)
+                canary_answer.append(position)
                 token_ids.append(token.token_id)
         except ServiceError as error:
             if error.code not in _FAILURES:
                 raise
             log.warning("the canary fails on a prompt", extra={"reason": error.reason})
-        return told
+        return canary_answer
 
     async def _ask(
         self, side: Side, token_ids: Sequence[int], max_tokens: int, forced: int | None = None

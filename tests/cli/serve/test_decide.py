@@ -263,4 +263,4 @@ def test_every_name_is_valid(text: str) -> None:
     draft = Draft(service_name(text))
     draft.set("spec.model.source", "hf://org/name")
     draft.set("spec.model.name", model_name(text)[:128])
-    draft.service()
+    assert draft.service().name == service_name(text)
