@@ -77,6 +77,8 @@ def start(
 ) -> tuple[subprocess.Popen[bytes], float]:
     """Start `ullage up`, and return its process and the seconds until it was ready.
 
+    The service stops when its standard input ends, so that a killed benchmark leaves none behind.
+
     Args:
         manifest: file with the service.
         state_file: file that the service writes once it is ready.
@@ -85,8 +87,11 @@ def start(
     """
     command = [sys.executable, "-m", "ullage_cli.main", "up", "-f", str(manifest)]
     command += ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
+    command.append("--until-eof")
     started = time.monotonic()
-    service = subprocess.Popen(within(command), stdout=subprocess.DEVNULL, stderr=log)
+    service = subprocess.Popen(
+        within(command), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log
+    )
     while not state_file.exists():
         if service.poll() is not None:
             raise SystemExit(f"error: ullage up exited with status {service.returncode}")
@@ -117,7 +122,7 @@ async def example_up(
     changes: Mapping[str, Any],
     within: Callable[[Sequence[str]], list[str]] = list,
 ) -> AsyncIterator[Service]:
-    """Run the service of examples/smollm2.yaml until the block ends, with its log in `folder`.
+    """Run the service of examples/smollm2.yaml until the block ends. Its log is in `folder`.
 
     Args:
         folder: a new folder for the service's files.
@@ -173,6 +178,8 @@ async def _up(
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None, "see start"
+    process.stdin.close()
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
