@@ -117,7 +117,8 @@ BLOCK_TOKENS = _gauge("ullage_kv_block_size_tokens", "Tokens of one block")
 BLOCKS = _gauge("ullage_kv_blocks", "Blocks of the KV pool")
 BLOCKS_USED = _gauge("ullage_kv_blocks_used", "Blocks in block tables")
 SERVER_RESIDENT = _gauge(
-    "ullage_server_resident_bytes", "Resident memory of the server, which the worker is not part of"
+    "ullage_server_resident_bytes",
+    "Resident memory of the server, without its worker and fork server",
 )
 CERTIFICATE_PROBLEMS = _gauge(
     "ullage_certificate_problems", "1 while the newest certificate cannot be used"
