@@ -276,7 +276,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(server: Server, tmp_path: Path)
 
 
 FAKE_SERVE = """#!{python}
-import json, signal, sys
+import json, os, signal, sys
 
 def end(number, frame):
     sys.exit("the service was stopped")
@@ -285,7 +285,9 @@ signal.signal(signal.SIGTERM, end)
 if "--until-eof" not in sys.argv:
     sys.exit("the service would stay")
 state = sys.argv[sys.argv.index("--state-file") + 1]
-open(state, "w").write(json.dumps({{"http_url": {url!r}}}))
+with open(state + ".tmp", "w") as file:
+    file.write(json.dumps({{"http_url": {url!r}}}))
+os.replace(state + ".tmp", state)  # as `ullage serve` does: a reader never sees half a file
 sys.stdin.read()
 sys.exit("the service saw the end of its input")
 """
@@ -327,7 +329,8 @@ def test_a_killed_chat_leaves_no_service(
         assert process.stderr
         process.stdin.write(b"go")
         process.stdin.close()
-        assert process.stdout.read(len("endless")) == b"endless"
+        begun = process.stdout.read(len("endless"))
+        assert begun == b"endless", process.stderr.read().decode()
         os.kill(process.pid, number)
         # The service holds this pipe, too, so that its end is the end of both.
         assert last_words in process.stderr.read()
