@@ -157,6 +157,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
             options=lambda endpoint: ["--config", str(config_path), "--endpoint", endpoint],
             environment=launch_env(config, environment),
             fork_server=_FORK_SERVER if name == "native" else (),
+            model_source=config.model.source,
             uses_tiers=name == "native" or _vllm_uses_tiers(config),
         )
 

@@ -19,6 +19,14 @@ class ForkWorker(ForkMessage, frozen=True):
     """The rest of the command line."""
 
 
+class LoadVocabulary(ForkMessage, frozen=True):
+    """Command from the server to build the vocabulary for grammars, which later workers inherit."""
+
+    source: str
+    """The model's source, as configured."""
+    vocab_size: int
+
+
 class WorkerForked(ForkMessage, frozen=True):
     """Answer to `ForkWorker`. The worker's pidfd is attached to the packet."""
 
@@ -33,4 +41,5 @@ class WorkerExited(ForkMessage, frozen=True):
     """The exit status, negative if a signal killed the worker."""
 
 
+ToForkServer = ForkWorker | LoadVocabulary
 FromForkServer = WorkerForked | WorkerExited

@@ -51,6 +51,8 @@ class Dispatcher:
         self._engine_status = engine_status
         self._metrics = metrics
         self._policy = policy
+        self.has_grammars = False
+        """Whether a request with a grammar has been sent to a worker."""
         self._suspect: Submission | None = None
         """Suspect that is being retried alone, or None. All other requests wait."""
 
@@ -111,6 +113,7 @@ class Dispatcher:
                 entry.fail(_internal())
             return
 
+        self.has_grammars |= any(request.grammar for request in requests)
         worker.on_submit()
         worker.link.post(Submit(requests=requests, resumed=submission.resumed))
 

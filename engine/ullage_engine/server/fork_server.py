@@ -17,6 +17,8 @@ from ullage_engine.protocol.forks import (
     MAX_PACKET_BYTES,
     ForkWorker,
     FromForkServer,
+    LoadVocabulary,
+    ToForkServer,
     WorkerExited,
     WorkerForked,
 )
@@ -133,6 +135,8 @@ class ForkServerProcess:
         self._worker: ForkedWorker | None = None
         """The latest worker."""
         self._losing: asyncio.Task[None] | None = None
+        self._vocabulary: LoadVocabulary | None = None
+        """Command with the vocabulary that the process has built or is building."""
 
     def start_worker(self, program: Sequence[str], options: list[str]) -> ForkedWorker:
         """Begin to start a worker. The worker before it must have exited.
@@ -146,14 +150,28 @@ class ForkServerProcess:
         Raises:
             OSError: the fork server cannot be started.
         """
+        is_new = self._process is None or self._channel is None
         if self._process is None or self._channel is None:
             self._process, self._channel = self._start()
         self._worker = ForkedWorker(self._process)
-        message = ForkWorker(program=list(program), options=options)
-        # If the fork server has just exited, the end of the socket is read next.
-        with contextlib.suppress(ConnectionError):
-            self._channel.send(msgspec.msgpack.encode(message))
+        self._send(ForkWorker(program=list(program), options=options))
+        if is_new and self._vocabulary is not None:
+            self._send(self._vocabulary)
         return self._worker
+
+    def load_vocabulary(self, source: str, vocab_size: int) -> None:
+        """Let later workers inherit the vocabulary for grammars. Repeated calls have no effect.
+
+        Until it is built, which takes about a second, no worker can be forked.
+
+        Args:
+            source: the model's source, as configured.
+            vocab_size: number of tokens for which the model computes logits.
+        """
+        message = LoadVocabulary(source=source, vocab_size=vocab_size)
+        if message != self._vocabulary:
+            self._vocabulary = message
+            self._send(message)
 
     async def close(self) -> None:
         """Kill the fork server and its worker, and wait for them to exit."""
@@ -164,6 +182,13 @@ class ForkServerProcess:
             self._on_lost()
         if self._losing is not None:
             await self._losing
+
+    def _send(self, message: ToForkServer) -> None:
+        if self._channel is None:
+            return
+        # If the fork server has just exited, the end of the socket is read next.
+        with contextlib.suppress(ConnectionError):
+            self._channel.send(msgspec.msgpack.encode(message))
 
     def _start(self) -> tuple[ChildProcess, socket.socket]:
         channel, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

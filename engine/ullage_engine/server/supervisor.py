@@ -90,6 +90,8 @@ class WorkerLaunch:
     environment: Mapping[str, str]
     fork_server: Sequence[str] = ()
     """Command line of the process from which workers are forked, or empty to execute each one."""
+    model_source: str = ""
+    """Source of the model, as configured."""
     uses_tiers: bool = False
     """Whether these workers keep KV in tiers outside the device."""
 
@@ -284,6 +286,7 @@ class WorkerSupervisor:
                     await asyncio.wait({worker.exited})
                     continue
                 self._dispatcher.end_trial(worker)
+                self._share_vocabulary(launch)
                 if self._standby is not None and worker.ready_at is not None:
                     address = endpoint(self._run_dir, self._num_starts + 1)
                     command = partial(self._command, launch, address)
@@ -299,6 +302,12 @@ class WorkerSupervisor:
                 self._kv.worker_lost()
             worker.link.close()
         return worker
+
+    def _share_vocabulary(self, launch: WorkerLaunch) -> None:
+        """Let later workers inherit the vocabulary for grammars, if requests have grammars."""
+        ready = self._engine_status.ready
+        if self._fork_server is not None and ready is not None and self._dispatcher.has_grammars:
+            self._fork_server.load_vocabulary(launch.model_source, ready.vocab_size)
 
     async def _start(self, launch: WorkerLaunch) -> WorkerHandle:
         clear_endpoints(self._run_dir)

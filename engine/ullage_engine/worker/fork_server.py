@@ -26,6 +26,8 @@ from ullage_engine.protocol.forks import (
     MAX_PACKET_BYTES,
     ForkWorker,
     FromForkServer,
+    LoadVocabulary,
+    ToForkServer,
     WorkerExited,
     WorkerForked,
 )
@@ -37,15 +39,23 @@ log = logging.getLogger("ullage.engine.worker")
 class ForkServer:
     """Forks workers on command, and reports how they exit."""
 
-    def __init__(self, channel: socket.socket, run_worker: Callable[[list[str]], int]) -> None:
+    def __init__(
+        self,
+        channel: socket.socket,
+        run_worker: Callable[[list[str]], int],
+        keep_vocabulary: Callable[[str, int], None],
+    ) -> None:
         """Create a fork server.
 
         Args:
             channel: socket to the engine's server.
             run_worker: runs a worker with the given options, and returns its exit status.
+            keep_vocabulary: builds the vocabulary of a model, by its source and size, for all
+                workers that are forked afterwards.
         """
         self._channel = channel
         self._run_worker = run_worker
+        self._keep_vocabulary = keep_vocabulary
         # Python writes a byte to this pipe for every signal, which wakes the `select` below.
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -66,7 +76,11 @@ class ForkServer:
                 packet = self._channel.recv(MAX_PACKET_BYTES)
                 if not packet:
                     return
-                self._fork(msgspec.msgpack.decode(packet, type=ForkWorker))
+                match msgspec.msgpack.decode(packet, type=ToForkServer):
+                    case ForkWorker() as message:
+                        self._fork(message)
+                    case LoadVocabulary(source=source, vocab_size=vocab_size):
+                        self._load_vocabulary(source, vocab_size)
 
     def _fork(self, message: ForkWorker) -> None:
         pid = fork(lambda: self._run(message))
@@ -75,6 +89,14 @@ class ForkServer:
             self._send(WorkerForked(pid=pid), descriptor)
         finally:
             os.close(descriptor)
+
+    def _load_vocabulary(self, source: str, vocab_size: int) -> None:
+        """Build a vocabulary. If that fails, each worker tries it again, and reports the error."""
+        try:
+            self._keep_vocabulary(source, vocab_size)
+        except Exception as error:
+            log.warning("workers build the vocabulary for grammars themselves: %s", error)
+        freeze_objects()
 
     def _run(self, message: ForkWorker) -> int:
         """Run a worker in the forked process, and return its exit status."""
@@ -101,11 +123,9 @@ def main() -> int:
     with take_standard_input() as channel:
         # Takes seconds, during which the lines above already hold.
         from ullage_engine.worker import main as worker
+        from ullage_engine.worker.vocabulary import keep_vocabulary
 
-        # Nothing imported so far ever becomes garbage. A collection in a worker would write to
-        # every object, and the kernel would copy every page.
-        gc.collect()
-        gc.freeze()
+        freeze_objects()
 
         num_threads = len(os.listdir("/proc/self/task"))
         if num_threads > 1:
@@ -114,8 +134,17 @@ def main() -> int:
                 "start; remove what is loaded into all programs, such as LD_PRELOAD",
                 num_threads - 1,
             )
-        ForkServer(channel, worker.main).serve()
+        ForkServer(channel, worker.main, keep_vocabulary).serve()
     return 0
+
+
+def freeze_objects() -> None:
+    """Exclude all objects from garbage collection, because none becomes garbage any more.
+
+    A collection in a worker would write to every object, and the kernel would copy every page.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def take_standard_input() -> socket.socket:

@@ -9,15 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from llguidance import LLTokenizer
-
 from ullage_common.config.engine import EngineConfig
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_config.dtypes import dtype_name
 from ullage_engine.model_loader.proof import Proof, confirm
-from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.parallel.layout import device_map, group_state_bytes
 from ullage_engine.protocol.errors import (
     ProofError,
@@ -27,11 +24,10 @@ from ullage_engine.protocol.errors import (
 )
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
-from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.worker.device import HostTier
 from ullage_engine.worker.engine import EngineCore, PipelinedEngine, Runner
 from ullage_engine.worker.forks import ForkedProcess
-from ullage_engine.worker.grammar import GrammarError, Grammars, vocabulary
+from ullage_engine.worker.grammar import Grammars
 from ullage_engine.worker.rank import RankStartup
 from ullage_engine.worker.rank_group import (
     Allocate,
@@ -44,6 +40,7 @@ from ullage_engine.worker.rank_group import (
     WarmUp,
 )
 from ullage_engine.worker.started import Started
+from ullage_engine.worker.vocabulary import vocabulary_of
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -259,14 +256,7 @@ def _engine(
 def _grammars(own: RankStartup) -> Grammars:
     source = own.config.model.source
     vocab_size = own.model_config.vocab
-
-    def load() -> LLTokenizer:
-        try:
-            return vocabulary(load_tokenizer(resolve_source(source).path), vocab_size)
-        except (TokenizerError, WeightsError) as error:
-            raise GrammarError(str(error)) from error
-
-    return Grammars(load)
+    return Grammars(lambda: vocabulary_of(source, vocab_size))
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:

@@ -193,6 +193,7 @@ def serve(config: EngineConfig) -> Callable[..., contextlib.AbstractAsyncContext
             options=lambda endpoint: [json.dumps(options), "--endpoint", endpoint],
             environment={"PYTHONPATH": os.pathsep.join(sys.path)},
             fork_server=fork_server,
+            model_source=config.model.source,
             uses_tiers=uses_tiers,
         )
         engine = Engine(EngineApp(config, lambda _: launch, policy))

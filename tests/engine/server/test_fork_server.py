@@ -124,3 +124,36 @@ def test_the_status_of_a_forked_worker_arrives(
 
     asyncio.run(scenario())
     assert {each.status for each in caplog.records if each.message == "worker ended"} == {7}
+
+
+def test_the_fork_server_builds_the_vocabulary_after_the_first_grammar(
+    serve: Serve, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once for each fork server, and for none without a grammar."""
+    request = pb.GenerateRequest()
+    request.CopyFrom(ASK)
+    request.grammar.regex = "a+"
+    errors: list[str] = []
+
+    async def until_built(count: int) -> None:
+        async with asyncio.timeout(60):
+            while "".join(errors).count("vocabulary of pkg://") < count:
+                errors.append(capfd.readouterr().err)
+                await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        async with serve(fork_server=fork_server()) as engine:
+            await engine.generate(ASK)
+            await engine.generate(request)
+            await until_built(1)
+            await engine.generate(request)
+
+            server = child()
+            server.kill()
+            await engine.until(lambda state: state.worker_restarts == 1 and state.ready)
+            await until_built(2)
+
+    asyncio.run(scenario())
+    built = [line for line in "".join(errors).splitlines() if line.startswith("vocabulary")]
+    assert len(built) == 2
+    assert built[0].endswith("tokens")

