@@ -28,6 +28,7 @@ from ullage_verify.processes import ServerProcesses
 from ullage_verify.run import SCENARIOS, VerifyReport, verify
 from ullage_verify.scenarios.settings import (
     DEFAULT_E2E_S,
+    DEFAULT_GAP_S,
     DEFAULT_LARGE_TOKENS,
     DEFAULT_TTFT_S,
     ScenarioSettings,
@@ -49,7 +50,7 @@ HELP = """scenarios:
 examples:
   ullage verify all http://127.0.0.1:8000
   ullage verify inject http://127.0.0.1:8000 --pid "$(pgrep -of 'ullage up')"
-  ullage verify inject http://127.0.0.1:8000 --admin 127.0.0.1:9001 --faults 100
+  ullage verify inject http://127.0.0.1:8000 --admin 127.0.0.1:9001 --faults 100 --gap 5
   ullage verify inject http://127.0.0.1:8000 --disk /var/lib/ullage/kv --clock
   ullage verify oom http://127.0.0.1:8080 --context 4096 --json oom.json --svg oom.svg
   ullage verify soak chat --namespace prod --minutes 30
@@ -94,6 +95,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="SECONDS",
         help="objective for whole answers in large and soak, p95 (default: the service's own, or "
         f"{DEFAULT_E2E_S:g})",
+    )
+    parser.add_argument(
+        "--gap",
+        type=seconds,
+        default=DEFAULT_GAP_S,
+        metavar="SECONDS",
+        help=f"objective for the pauses of streams at a fault in inject ({DEFAULT_GAP_S:g})",
     )
     parser.add_argument(
         "--large-tokens",
@@ -204,6 +212,7 @@ async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -
                 large_tokens=options.large_tokens,
                 ttft_s=options.ttft,
                 e2e_s=options.e2e,
+                gap_s=options.gap,
                 num_faults=options.faults,
                 faults=faults,
                 processes=ServerProcesses(options.pid) if options.pid else None,

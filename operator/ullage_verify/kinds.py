@@ -36,6 +36,11 @@ class RequestKind:
     is_read_slowly: bool = False
     """Whether the client pauses while it reads, so that the server's buffers fill up."""
 
+    @property
+    def is_streamed(self) -> bool:
+        """Return whether the response comes as a stream."""
+        return bool(self.fields.get("stream", True))
+
 
 KINDS = (
     RequestKind("greedy", "Why is the sky blue?", {"ignore_eos": True}),

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +18,17 @@ MARGIN_TOKENS = 32
 
 class TargetError(Exception):
     """Raised if a check cannot run on this server. The message says why, and how to fix it."""
+
+
+class Objective(NamedTuple):
+    """A limit for the 95th percentile of a latency."""
+
+    seconds: float
+    source: str
+    """Who set it, as words for a report."""
+
+    def __str__(self) -> str:
+        return f"objective {self.seconds:g} s, {self.source}"
 
 
 @dataclass(frozen=True)
@@ -58,15 +69,18 @@ class Target:
         """Return the content of /stats (empty if the server is not Ullage or fails to respond)."""
         return await self.client.document("/stats") if self.is_ullage else {}
 
-    async def objective_s(self, name: str, default_s: float) -> float:
-        """Return one of the service's own latency objectives in seconds.
+    async def objective(self, asked_s: float | None, name: str, default_s: float) -> Objective:
+        """Return a latency objective: the user's, else the service's own, else the default.
 
         Args:
-            name: key of the objective in /stats.
-            default_s: value for servers that report no objectives.
+            asked_s: the user's objective in seconds, or None.
+            name: key of the service's objective in /stats.
+            default_s: value in seconds for servers that report no objectives.
         """
-        objectives = (await self.stats()).get("objectives") or {}
-        return float(objectives.get(name) or default_s)
+        if asked_s:
+            return Objective(asked_s, "as asked")
+        own = ((await self.stats()).get("objectives") or {}).get(name)
+        return Objective(float(own), "its own") if own else Objective(default_s, "the default")
 
     async def metric(self, *names: str) -> float | None:
         """Return the value of the first of the given metrics that the server has, or None.

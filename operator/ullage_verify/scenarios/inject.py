@@ -11,8 +11,6 @@ from ullage_verify.scenarios import marathon
 from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target, TargetError
 
-MAX_GAP_S = 30.0
-"""Maximum pause of a stream, in seconds, when a fault happens."""
 BACK_WITHIN_S = 30.0
 """Seconds after the end of a fault within which the server must have completed a request."""
 PATIENCE_S = 120.0
@@ -42,7 +40,7 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
             checks.skip(name, str(error))
             continue
         possible[name] = fault
-        crowd.check(checks, name, MAX_GAP_S)
+        crowd.check(checks, name, settings.gap_s)
         if not await _check_back(target, checks, name, over_at):
             checks.skip("all later faults", "the server did not come back")
             return

@@ -3,8 +3,8 @@
 import asyncio
 import random
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ullage_verify.client import ChatAnswer
@@ -16,7 +16,6 @@ from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target, TargetError
 
 TOKENS = 160
-MAX_GAP_S = 30.0
 SLOW_BUFFER_BYTES = 4096
 """Size of the receive buffers of a client that reads slowly."""
 SLOW_PIECES = 5
@@ -24,6 +23,11 @@ SLOW_PIECES = 5
 SLOW_READ_S = 0.4
 PAUSE_S = (0.1, 2.0)
 """Minimum and maximum number of seconds between a recovery and the next fault."""
+DOUBLE_EVERY = 5
+"""Every fifth injection consists of two faults, the second of which does not await recovery."""
+DOUBLE = "two in a row"
+COVERAGE_FAULTS = 50
+"""Number of faults from which on every kind of request must have been hit."""
 PATIENCE_S = 120.0
 """Seconds without recovery after which the server counts as dead."""
 POLL_S = 0.02
@@ -31,94 +35,154 @@ RETRY_S = 0.5
 
 
 @dataclass
-class Marathon:
-    """The state of a marathon: which streams have finished and which faults have been injected."""
+class Stream:
+    """The requests of one kind, which a client sends one after the other."""
 
-    expected: Mapping[RequestKind, str]
-    """Response text of each kind of request in a run without faults."""
-    answers: list[tuple[RequestKind, ChatAnswer]] = field(default_factory=list)
-    faults: list[tuple[str, float]] = field(default_factory=list)
-    """Name of each fault, and the time on the monotonic clock at which it had been injected."""
-    last_text_at: float = 0.0
-    """Time at which any stream last received text, on the monotonic clock."""
+    kind: RequestKind
+    expected: str | None
+    """Response text without faults, or None if the server does not repeat it."""
+    answers: list[ChatAnswer] = field(default_factory=list)
+    is_open: bool = False
+    """Whether a request is being answered."""
+    began_at: float = 0.0
+    """Time at which the current or last request was sent, on the monotonic clock."""
+    moved_at: float = 0.0
+    """Time at which that request was sent, last received text or ended."""
+    has_text: bool = False
+    """Whether that request has received text."""
+    requests: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each request that has ended since the last call of `forget`."""
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each time without text while a request was open, since the last `forget`.
+
+    The wait for the first text counts.
+    """
+
+    @property
+    def is_timed(self) -> bool:
+        """Return whether pauses of this stream say something about the server."""
+        return self.kind.is_streamed and not self.kind.is_read_slowly
+
+    def begin(self) -> None:
+        """Record that a request is sent."""
+        self.is_open = True
+        self.has_text = False
+        self.began_at = time.monotonic()
+        self.moved_at = self.began_at
+
+    def on_text(self, _: ChatAnswer) -> None:
+        """Record that the current request received text."""
+        self._move()
+        self.has_text = True
+
+    def end(self, answer: ChatAnswer) -> None:
+        """Record that the current request ended."""
+        self._move()
+        self.is_open = False
+        self.requests.append((self.began_at, self.moved_at))
+        self.answers.append(answer)
+
+    def forget(self) -> None:
+        """Forget pauses and requests that have ended."""
+        self.pauses.clear()
+        self.requests.clear()
+
+    def was_open(self, at: float) -> bool:
+        """Return whether a request was being answered at a time since the last `forget`."""
+        return (self.is_open and self.began_at < at) or any(
+            start < at < end for start, end in self.requests
+        )
+
+    def longest_pause_s(self, since: float) -> float | None:
+        """Return the longest pause that ended after `since`, in seconds, or None without one."""
+        return max((end - start for start, end in self.pauses if end > since), default=None)
+
+    def _move(self) -> None:
+        now = time.monotonic()
+        self.pauses.append((self.moved_at, now))
+        self.moved_at = now
+
+
+@dataclass
+class Marathon:
+    """The state of a marathon: its streams, and the pauses that faults have caused."""
+
+    streams: Sequence[Stream]
+    num_faults: int = 0
+    pauses: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Longest pause of each running stream at each injection, in seconds, by name of the fault."""
+    hits: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Number of requests in whose middle a fault was injected, by fault and kind of request."""
     is_over: bool = False
 
-    def on_text(self, answer: ChatAnswer) -> None:
-        """Record that a stream has received text."""
-        self.last_text_at = answer.last_at or 0.0
-
-    def gaps(self, name: str = "") -> list[float]:
-        """Return the longest pause of each stream that was running at a fault, sorted.
-
-        Responses that are not streamed or are read slowly are left out, because their pauses say
-        nothing about the server.
-
-        Args:
-            name: name of the faults to consider (empty for all).
-        """
-        times = [at for each, at in self.faults if name in (each, "")]
-        return sorted(
-            answer.longest_gap_s
-            for kind, answer in self.answers
-            if answer.num_pieces
-            and not kind.is_read_slowly
-            and any(answer.began_at < at < answer.ended_at for at in times)
-        )
+    def has_recovered(self, since: float) -> bool:
+        """Return whether all streams have gone on, and at least one was there to do so."""
+        timed = [stream for stream in self.streams if stream.is_timed]
+        is_served = any(each.is_open and each.has_text and each.moved_at > since for each in timed)
+        return is_served and all(each.moved_at > since for each in timed if each.is_open)
 
 
 async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Inject random faults while a stream of each kind runs, and check all responses."""
-    expected = await _undisturbed(target, checks)
-    if not expected:
+    marathon = Marathon(await _undisturbed(target, checks))
+    if not any(stream.is_timed for stream in marathon.streams):
+        checks.holds("a stream that faults can hit", False, "at least 1", "none")
         return
-    marathon = Marathon(expected)
-    streams = [asyncio.create_task(_stream(target, marathon, kind)) for kind in expected]
+
+    tasks = [asyncio.create_task(_keep_asking(target, marathon, each)) for each in marathon.streams]
     try:
         is_alive = await _make_faults(settings, marathon)
         marathon.is_over = True
         if is_alive:
-            await asyncio.gather(*streams)
+            await asyncio.gather(*tasks)
     finally:
-        for stream in streams:
-            stream.cancel()
+        for task in tasks:
+            task.cancel()
+
     checks.holds(
         "the server comes back from every fault",
-        is_alive,
+        is_alive and marathon.num_faults >= settings.num_faults,
         f"{settings.num_faults}",
-        f"{len(marathon.faults)}",
+        f"{marathon.num_faults}",
     )
-    _check(checks, marathon)
+    _check_answers(checks, marathon)
+    _check_pauses(checks, marathon, settings.gap_s)
 
 
-async def _undisturbed(target: Target, checks: Checks) -> Mapping[RequestKind, str]:
-    """Return the response text of each kind of request in a run without faults.
+async def _undisturbed(target: Target, checks: Checks) -> Sequence[Stream]:
+    """Send each kind of request twice without faults, and return the streams to run.
 
-    A kind is left out if its response is incomplete or empty, or differs between two such runs.
+    A kind is left out if the server does not answer it. If the two texts differ or are empty, the
+    stream's words are not compared.
     """
     runs = [await asyncio.gather(*(_ask(target, kind) for kind in KINDS)) for _ in range(2)]
-    expected: dict[RequestKind, str] = {}
+    streams = []
     for kind, first, second in zip(KINDS, *runs, strict=True):
-        if not first.is_whole:
-            checks.skip(f"{kind.name}: {kind.question}", f"the server answers {first.outcome}")
-        elif not first.text or first.text != second.text:
-            checks.skip(f"{kind.name}: {kind.question}", "the answers differ without a fault, too")
-        else:
-            expected[kind] = first.text
-    return expected
+        name = f"{kind.name}: {kind.question}"
+        if not (first.is_whole and second.is_whole):
+            outcome = second.outcome if first.is_whole else first.outcome
+            checks.skip(name, f"the server answers {outcome}")
+            continue
+        is_repeated = bool(first.text) and first.text == second.text
+        if not is_repeated:
+            checks.skip(f"{name}: the same words", "the answers differ without a fault, too")
+        streams.append(Stream(kind, first.text if is_repeated else None))
+    return streams
 
 
-async def _stream(target: Target, marathon: Marathon, kind: RequestKind) -> None:
+async def _keep_asking(target: Target, marathon: Marathon, stream: Stream) -> None:
     while not marathon.is_over:
-        answer = await _ask(target, kind, marathon)
-        marathon.answers.append((kind, answer))
+        stream.begin()
+        answer = await _ask(target, stream.kind, stream)
+        stream.end(answer)
         if not answer.is_whole:
             await asyncio.sleep(answer.pause_s)
 
 
-async def _ask(target: Target, kind: RequestKind, marathon: Marathon | None = None) -> ChatAnswer:
+async def _ask(target: Target, kind: RequestKind, stream: Stream | None = None) -> ChatAnswer:
     messages = [{"role": "user", "content": kind.question}]
-    on_text = marathon.on_text if marathon else None
-    if not (kind.is_read_slowly and marathon):
+    on_text = stream.on_text if stream else None
+    if not (kind.is_read_slowly and stream):
         return await target.client.chat(target.model, messages, TOKENS, on_text, **kind.fields)
 
     async with target.client.with_buffers(SLOW_BUFFER_BYTES) as client:
@@ -135,19 +199,61 @@ async def _make_faults(settings: ScenarioSettings, marathon: Marathon) -> bool:
     """Inject the faults, and return whether the server recovered from each of them."""
     chooser = random.Random(1)
     names = sorted(settings.faults)
-    for number in range(settings.num_faults):
+    number = 0
+    while marathon.num_faults < settings.num_faults:
+        number += 1
         await asyncio.sleep(chooser.uniform(*PAUSE_S))
-        name = chooser.choice(names)
-        settings.progress(f"fault {number + 1} of {settings.num_faults}: {name}")
+        is_double = number % DOUBLE_EVERY == 0 and marathon.num_faults + 2 <= settings.num_faults
+        chosen = [chooser.choice(names) for _ in range(1 + is_double)]
+        if not await _inject(settings, marathon, chosen, chooser.uniform(*PAUSE_S)):
+            return False
+    return True
+
+
+async def _inject(
+    settings: ScenarioSettings, marathon: Marathon, names: Sequence[str], pause_s: float
+) -> bool:
+    """Inject faults, and wait until all streams go on.
+
+    Args:
+        settings: has the faults.
+        marathon: the streams.
+        names: one fault, or two that follow each other after `pause_s`.
+        pause_s: time in seconds between two faults.
+
+    Returns:
+        Whether the streams have gone on.
+    """
+    for stream in marathon.streams:
+        stream.forget()
+
+    first_at: float | None = None
+    for name in names:
+        if first_at is not None:
+            await asyncio.sleep(pause_s)
+        fault_number = marathon.num_faults + 1
+        settings.progress(f"fault {fault_number} of {settings.num_faults}: {name}")
         hit_at = await _hit(settings.faults[name])
         if hit_at is None:
             return False
-        marathon.faults.append((name, hit_at))
-        over_at = time.monotonic()
-        while marathon.last_text_at <= over_at:
-            if time.monotonic() > over_at + PATIENCE_S:
-                return False
-            await asyncio.sleep(POLL_S)
+        marathon.num_faults += 1
+        first_at = first_at or hit_at
+
+    over_at = time.monotonic()
+    while not marathon.has_recovered(over_at):
+        if time.monotonic() > over_at + PATIENCE_S:
+            return False
+        await asyncio.sleep(POLL_S)
+
+    assert first_at is not None, "at least one fault was injected"
+    title = names[0] if len(names) == 1 else DOUBLE
+    for stream in marathon.streams:
+        if not stream.was_open(first_at):
+            continue
+        marathon.hits[title][stream.kind.name] += 1
+        pause_s = stream.longest_pause_s(first_at)
+        if stream.is_timed and pause_s is not None:
+            marathon.pauses[title].append(pause_s)
     return True
 
 
@@ -167,37 +273,66 @@ async def _hit(fault: Fault) -> float | None:
     return None
 
 
-def _check(checks: Checks, marathon: Marathon) -> None:
-    answered = [(kind, each) for kind, each in marathon.answers if not each.is_refused]
-    lost = [(kind, each) for kind, each in answered if not each.is_whole]
-    differing = [
-        kind for kind, each in answered if each.is_whole and each.text != marathon.expected[kind]
-    ]
+def _check_answers(checks: Checks, marathon: Marathon) -> None:
+    """Check that no answer was lost or has other words."""
+    answered: list[tuple[Stream, ChatAnswer]] = []
+    num_refused = 0
+    for stream in marathon.streams:
+        served = [answer for answer in stream.answers if not answer.is_refused]
+        answered += [(stream, answer) for answer in served]
+        num_refused += len(stream.answers) - len(served)
+
+    lost = [(stream, answer) for stream, answer in answered if not answer.is_whole]
     seen = f"{len(lost)} of {len(answered)}"
     if lost:
-        kind, answer = lost[0]
-        seen += f" ({kind.name}: {answer.error[:60]})"
-    checks.holds("lost answers", not lost, "0", seen)
+        stream, answer = lost[0]
+        seen += f" ({stream.kind.name}: {answer.error[:60]})"
+    checks.holds("lost answers", bool(answered) and not lost, "0", seen)
 
-    counts = Counter(kind.name for kind in differing)
-    seen = f"{len(differing)} of {len(answered)}"
-    if differing:
-        seen += f" ({', '.join(f'{count} {name}' for name, count in sorted(counts.items()))})"
-    checks.holds("answers with other words", not differing, "0", seen)
+    compared = [
+        (stream, answer)
+        for stream, answer in answered
+        if answer.is_whole and stream.expected is not None
+    ]
+    if compared:
+        counts = Counter(
+            stream.kind.name for stream, answer in compared if answer.text != stream.expected
+        )
+        seen = f"{counts.total()} of {len(compared)}"
+        if counts:
+            seen += f" ({', '.join(f'{count} {name}' for name, count in sorted(counts.items()))})"
+        checks.holds("answers with other words", not counts, "0", seen)
 
-    gaps = marathon.gaps()
-    if not gaps:
-        checks.skip("p95 of the longest pause", "no answer had a fault in its middle")
-        return
-    checks.at_most("p95 of the longest pause", quantile(gaps, 0.95), MAX_GAP_S)
-    checks.figures["faults"] = len(marathon.faults)
+    checks.figures["faults"] = marathon.num_faults
     checks.figures["answers"] = len(answered)
-    checks.figures["disturbed"] = len(gaps)
-    checks.figures["pause_p50_s"] = round(quantile(gaps, 0.5), 3)
-    checks.figures["pause_max_s"] = round(gaps[-1], 3)
-    numbers = Counter(name for name, _ in marathon.faults)
-    for name, count in sorted(numbers.items()) if len(numbers) > 1 else ():
-        if some := marathon.gaps(name):
-            checks.at_most(
-                f"p95 of the longest pause, {count} x {name}", quantile(some, 0.95), MAX_GAP_S
-            )
+    checks.figures["refused"] = num_refused
+
+
+def _check_pauses(checks: Checks, marathon: Marathon, limit_s: float) -> None:
+    """Check how long streams paused, and that faults hit every kind of request."""
+    total: Counter[str] = Counter()
+    for counts in marathon.hits.values():
+        total += counts
+    kinds = {stream.kind.name for stream in marathon.streams}
+    if marathon.num_faults >= COVERAGE_FAULTS:
+        fewest = min(kinds, key=lambda name: total[name])
+        checks.at_least(
+            "faults in the middle of each kind of request", total[fewest], 1, f"({fewest})"
+        )
+    checks.figures["hits"] = {name: dict(counts) for name, counts in marathon.hits.items()}
+
+    pauses = sorted(pause for each in marathon.pauses.values() for pause in each)
+    if not pauses:
+        checks.skip("p95 of the longest pause", "no stream had a fault in its middle")
+        return
+
+    checks.at_most("p95 of the longest pause", quantile(pauses, 0.95), limit_s)
+    checks.figures["disturbed"] = len(pauses)
+    checks.figures["pause_p50_s"] = round(quantile(pauses, 0.5), 3)
+    checks.figures["pause_max_s"] = round(pauses[-1], 3)
+    if len(marathon.pauses) == 1:
+        return
+    for name, some in sorted(marathon.pauses.items()):
+        p95 = quantile(sorted(some), 0.95)
+        checks.at_most(f"p95 of the longest pause, {name}", p95, limit_s)
+        checks.figures[f"pauses_s, {name}"] = [round(pause, 3) for pause in sorted(some)]

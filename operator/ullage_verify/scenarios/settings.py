@@ -9,6 +9,7 @@ from ullage_verify.processes import ServerProcesses
 DEFAULT_TTFT_S = 7.0
 DEFAULT_E2E_S = 20.0
 DEFAULT_LARGE_TOKENS = 8_000
+DEFAULT_GAP_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class ScenarioSettings:
 
     If None, the server's own objective applies, or DEFAULT_E2E_S if it reports none.
     """
+    gap_s: float = DEFAULT_GAP_S
+    """Maximum pause, in seconds, of other clients' streams when a fault happens."""
     num_faults: int = 0
     """Number of faults to inject at random times, after each fault has been injected once."""
     faults: Mapping[str, Fault] = field(default_factory=dict)

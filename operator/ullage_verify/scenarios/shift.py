@@ -27,12 +27,14 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
     numbers = itertools.count(20_000)
     answers: list[ChatAnswer] = []
     speeds: list[float] = []
+    num_served: list[int] = []
     for tokens in (SHORT_TOKENS, long_tokens, SHORT_TOKENS):
         settings.progress(f"prompts of {tokens} tokens for {seconds:.0f} s")
         began = time.monotonic()
         phase = await _phase(target, numbers, tokens, began + seconds)
         served = sum(answer.is_whole for answer in phase)
         speeds.append(served / (time.monotonic() - began))
+        num_served.append(served)
         answers += phase
 
     failed = [each for each in answers if not each.is_whole and not each.is_refused]
@@ -42,6 +44,7 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         "200, 429 or 503",
         f"{len(failed)} of {len(answers)}" + (f" ({failed[0].error[:60]})" if failed else ""),
     )
+    checks.at_least(f"answers to prompts of {long_tokens} tokens", num_served[1], 1)
     if not speeds[0]:
         checks.holds("short prompts are served", False, "some", "none")
         return
