@@ -30,6 +30,7 @@ from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.tickets.client import Client
 from ullage_common.wire.channels import open_channel
 from ullage_common.wire.multiplex import serve_multiplex
+from ullage_common.wire.request_fields import known_fields
 from ullage_common.wire.servers import new_server
 
 MODEL = "tiny"
@@ -69,6 +70,7 @@ class FakeEngine(
         tokenizer = Tokenizer(models.BPE(vocab={chr(n + 300): n for n in range(256)}, merges=[]))
         return pb.GetModelResponse(
             model=MODEL,
+            request_fields=sorted(known_fields()),
             tokenizer_json=tokenizer.to_str().encode(),
             max_model_len=8192,
             vocab_size=256,

@@ -27,6 +27,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.wire.flow_control import merge_deltas
 from ullage_common.wire.multiplex import serve_multiplex
+from ullage_common.wire.request_fields import known_fields
 from ullage_common.wire.servers import new_server
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
@@ -134,6 +135,7 @@ def _model() -> pb.GetModelResponse:
     group = pb.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)
     return pb.GetModelResponse(
         model=MODEL,
+        request_fields=sorted(known_fields()),
         tokenizer_json=tokenizer.json_bytes,
         chat_template=tokenizer.chat_template,
         bos_token=tokenizer.bos_token,

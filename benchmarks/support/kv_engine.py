@@ -29,6 +29,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.multiplex import serve_multiplex
+from ullage_common.wire.request_fields import known_fields
 from ullage_common.wire.servers import new_server
 
 MODEL = "tiny"
@@ -120,6 +121,7 @@ class KVEngine(
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         return pb.GetModelResponse(
             model=MODEL,
+            request_fields=sorted(known_fields()),
             tokenizer_json=byte_tokenizer().encode(),
             chat_template="{% for m in messages %}{{ m.content }}\n{% endfor %}",
             max_model_len=MAX_MODEL_LEN,

@@ -12,6 +12,7 @@ from ullage.headroom.v1 import headroom_pb2
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import RouterConfig
 from ullage_common.wire import memory_profile
+from ullage_common.wire.request_fields import known_fields
 from ullage_replay.engine import EngineServer
 from ullage_replay.trace import TraceRequest
 from ullage_router.admission.admission import Admission, AdmissionRequest
@@ -181,6 +182,7 @@ class _Connection:
         hardware = self._server.hardware
         return inference_pb2.GetModelResponse(
             model=self._server.config.model.name,
+            request_fields=sorted(known_fields()),
             max_model_len=hardware.max_model_len,
             profile=memory_profile.to_wire(hardware.profile),
         )

@@ -291,6 +291,36 @@ def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
     return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
 
 
+def asked_of_engine(
+    request: inference_pb2.GenerateRequest, prompt: Prompt | None
+) -> inference_pb2.GenerateRequest:
+    """Return the part of the request to an engine that says which answer is wanted.
+
+    The prompt's tokens, the limits and the names of the request are not in it.
+
+    Args:
+        request: the client's request.
+        prompt: the rendered prompt, or None before it is rendered. Its use of tools and its
+            reasoning add options.
+    """
+    asked = inference_pb2.GenerateRequest(embed=request.embed)
+    if asked.embed:
+        return asked
+
+    asked.sampling.CopyFrom(request.sampling)
+    asked.stop.CopyFrom(request.stop)
+    asked.output.CopyFrom(request.output)
+    asked.samples.CopyFrom(request.samples)
+    if request.HasField("grammar"):
+        asked.grammar.CopyFrom(request.grammar)
+
+    asked.output.echo = False  # the router has the prompt's text and echoes it
+    asked.output.delta_token_ids = True  # another engine needs the ids to go on
+    if prompt is not NOT_RENDERED:
+        prompt.tool_use.ask(asked)
+    return asked
+
+
 def num_samples(samples: inference_pb2.Samples) -> int:
     """Return how many alternative answers the engine generates, even if it returns only some."""
     return max(1, samples.n, samples.best_of, samples.beam.width)

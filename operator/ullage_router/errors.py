@@ -228,7 +228,7 @@ def refusal(refuse: Refuse) -> ServiceError:
     """Return the error for a request that admission refuses."""
     metadata = {}
     if refuse.kind == "invalid":
-        metadata["field"] = "input"
+        metadata["field"] = refuse.field
     if refuse.demand:
         metadata |= {
             "needed_bytes": str(refuse.demand.kv_bytes),

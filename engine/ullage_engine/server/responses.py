@@ -8,6 +8,7 @@ import numpy as np
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig
 from ullage_common.wire import memory_profile
+from ullage_common.wire.request_fields import known_fields
 from ullage_engine.protocol.requests import EngineRequest, PromptLogprobs
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Update
@@ -181,6 +182,7 @@ def model_response(
         ranks=[pb.RankPlacement(**msgspec.structs.asdict(place)) for place in ready.ranks],
         fingerprint=ready.fingerprint.digest,
         fingerprint_facts=ready.fingerprint.facts,
+        request_fields=sorted(known_fields()),
     )
 
 

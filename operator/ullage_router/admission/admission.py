@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from msgspec.structs import replace
@@ -19,11 +20,12 @@ from ullage_common.config.router import RouterConfig, large_pool
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.wire.continuation import Progress
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.request_fields import client_names
 from ullage_router.admission.load_balancer import NO_PREFERENCE, LoadBalancer, Preferred
 from ullage_router.admission.prefill_window import PrefillWindow, Reservation
 from ullage_router.admission.queue import QueueEntry, RequestQueue, Waiter
 from ullage_router.admission.queue_bounds import QueueFull
-from ullage_router.call import Call, asked_tokens, num_samples
+from ullage_router.call import Call, asked_of_engine, asked_tokens, num_samples
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import refusal
 from ullage_router.policy.affinity import CacheKey
@@ -165,10 +167,11 @@ class Admission:
         return self._engines.is_ready
 
     def has_stable_engine(self, call: Call) -> bool:
-        """Return whether a ready stable engine uses the call's tokenizer and serves its adapter."""
+        """Return whether a ready stable engine has the tokenizer, adapter and fields of a call."""
         model = self._engines.model_of(Side.STABLE)
         is_same = model is not None and model.fingerprint == call.prompt.model.fingerprint
-        return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter)
+        needed = self._needed_fields(call, call.prompt)
+        return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter, needed)
 
     def facts(self, request: AdmissionRequest) -> RequestFacts:
         """Gather the current facts about the request, as input for `decide`."""
@@ -246,6 +249,10 @@ class Admission:
         """
         return "" if self._engines.have_all(call.adapter) else call.adapter
 
+    def _needed_fields(self, call: Call, prompt: Prompt) -> frozenset[str]:
+        """Return the paths of the request's fields that some engines do not know."""
+        return self._engines.needed_fields(partial(asked_of_engine, call.request, prompt))
+
     def _limits(self, request: AdmissionRequest) -> TimeLimits:
         """Return the request's time limits.
 
@@ -273,10 +280,11 @@ class Admission:
         # Most requests fit on one of a few sampled engines. The others need all engines.
         draw = facts.draw
         preferred = facts.preferred
-        sample = self._engines.sample(model, call.side, draw, preferred, call.adapter)
+        needed = self._needed_fields(call, request.prompt)
+        sample = self._engines.sample(model, call.side, draw, preferred, call.adapter, needed)
         step: NextStep | None = decide_among(facts, sample, self.policy)
         if step is None:
-            views = self._engines.views(model, call.side, call.adapter)
+            views = self._engines.views(model, call.side, call.adapter, needed)
             step = decide(facts, views, self.policy)
         request.deciding_s = time.perf_counter() - began
 
@@ -303,7 +311,8 @@ class Admission:
         """Return whether the request can run now by overtaking the head of its subqueue."""
         call = request.call
         model = request.prompt.model
-        views = self._engines.views(model, call.side, call.adapter)
+        needed = self._needed_fields(call, request.prompt)
+        views = self._engines.views(model, call.side, call.adapter, needed)
         return passes(self.facts(request), views, self.policy)
 
     def _still_refusing(self, request: AdmissionRequest) -> frozenset[str]:
@@ -442,6 +451,8 @@ class Admission:
             self._engines.adapter_of(call.adapter, call.tenant.rules.models)
             message = f"no engine with adapter {call.adapter!r} is ready; retry when one is"
             refuse = replace(refuse, message=message)
+        if refuse.reason == "NO_ENGINE":
+            refuse = self._name_unknown_fields(request, refuse)
 
         call.decisions.add_step(
             "reject",
@@ -458,6 +469,29 @@ class Admission:
         if refuse.kind == "busy" and not call.hands_on:
             self._defer(call, refuse)
         return refusal(refuse)
+
+    def _name_unknown_fields(self, request: AdmissionRequest, refuse: Refuse) -> Refuse:
+        """Return the refusal with the request's fields in it if engines were left out for them."""
+        needed = self._needed_fields(request.call, request.prompt)
+        if not needed:
+            return refuse
+        unknown = self._engines.unknown_to_all(needed)
+        if not unknown or request.progress.has_begun:
+            message = f"no engine that knows {client_names(needed)} is ready; retry when one is"
+            return replace(refuse, message=message)
+        names = client_names(unknown)
+        message = (
+            f"the engines of this service are older than its router and do not know {names}; "
+            "leave it out, or upgrade the engines"
+        )
+        return replace(
+            refuse,
+            kind="invalid",
+            reason="FIELD_NOT_SUPPORTED",
+            message=message,
+            field=names.partition(",")[0],
+            retry_after_s=None,
+        )
 
     def _defer(self, call: Call, refuse: Refuse) -> None:
         """Remember a refused request, so that later requests leave memory for its retry.

@@ -7,7 +7,8 @@ and authenticates with the client's key or with this service's key.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -18,13 +19,22 @@ from ullage_common.process.api_keys import HASH_PREFIX, read_entry
 from ullage_common.process.config_file import ConfigError
 from ullage_common.process.file_watch import fingerprint, follow
 from ullage_common.wire.channels import open_channel
-from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.errors import ServiceError, from_rpc_error, invalid
+from ullage_common.wire.request_fields import (
+    client_names,
+    later_fields,
+    set_fields,
+    unknown_fields,
+)
 from ullage_common.wire.tls import Certificates
 from ullage_router import errors
 from ullage_router.call import Call, Event, ResponseStream, timed_out
 
 PATH_KEY = "x-ullage-cascade"
 """Metadata key for the comma-separated names of the cascades that forwarded the request."""
+DESCRIBED_FOR_S = 60.0
+"""How long the fields that another service announces are taken as known, in seconds."""
+DESCRIBE_TIMEOUT_S = 5.0
 EventStream = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, Event]
 
 log = logging.getLogger(__name__)
@@ -102,6 +112,10 @@ class PeerRouter:
         self._channel: grpc.aio.Channel | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._key = PeerKey(Path(step.key_dir)) if step.key_dir else None
+        self._unknown_fields: frozenset[str] = frozenset()
+        """Paths of the request fields that the other service does not know."""
+        self._described_until = 0.0
+        """Time on the monotonic clock at which the other service must describe itself again."""
         self.certificates: Certificates | None = None
         if step.tls:
             folder = Path(step.tls.dir)
@@ -166,8 +180,11 @@ class PeerRouter:
         path = ",".join((*call.path, self._name))
 
         stub = inference_pb2_grpc.InferenceServiceStub(self._connected())
+        request = _for_peer(call)
+        if later := set_fields(request, later_fields()):
+            await self._check_fields(stub, later, credentials)
         stream = stub.Generate(
-            _for_peer(call),
+            request,
             timeout=max(0.001, call.deadline.remaining_s),
             metadata=(*call.metadata, *credentials, (PATH_KEY, path)),
         )
@@ -192,6 +209,43 @@ class PeerRouter:
             degraded=tuple(accepted.degraded),
         )
         return _PeerStream(stream, accepted)
+
+    async def _check_fields(
+        self,
+        stub: inference_pb2_grpc.InferenceServiceStub,
+        needed: frozenset[str],
+        credentials: Sequence[tuple[str, str]],
+    ) -> None:
+        """Check that the other service knows all fields of a request.
+
+        Args:
+            stub: The stub of the other service's router.
+            needed: Paths of the fields that not every version knows.
+            credentials: The metadata with the key.
+
+        Raises:
+            ServiceError: The other service is too old for a field, or does not describe itself.
+        """
+        now = time.monotonic()
+        if now >= self._described_until:
+            try:
+                described = await stub.GetModel(
+                    inference_pb2.GetModelRequest(),
+                    timeout=DESCRIBE_TIMEOUT_S,
+                    metadata=tuple(credentials),
+                )
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            self._unknown_fields = unknown_fields(described.request_fields)
+            self._described_until = now + DESCRIBED_FOR_S
+        if lacking := needed & self._unknown_fields:
+            names = client_names(lacking)
+            raise invalid(
+                names.partition(",")[0],
+                f"the service of the step {self._step.name} is older and does not know {names}; "
+                "leave it out, or upgrade that service",
+                "FIELD_NOT_SUPPORTED",
+            )
 
 
 class _PeerStream:

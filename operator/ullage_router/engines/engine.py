@@ -17,6 +17,7 @@ from ullage_common.request_cost import MemoryProfile
 from ullage_common.wire import memory_profile
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint, adapter_key, with_adapter
+from ullage_common.wire.request_fields import known_fields, unknown_fields
 from ullage_router.engines.connection import EngineConnection
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
 from ullage_router.engines.multiplex import ConnectionBroken, Metadata
@@ -121,6 +122,9 @@ class Engine:
         owner: the object to notify when the engine changes.
         side: whether the engine is a stable or a canary engine in a rollout.
     """
+
+    unknown_fields: frozenset[str] = frozenset()
+    """Paths of the request fields that this router knows and the engine does not."""
 
     def __init__(
         self,
@@ -656,6 +660,14 @@ class Engine:
         """
         return with_adapter(self.numerics.digest, self._adapter_keys.get(adapter, ""))
 
+    def knows(self, fields: frozenset[str]) -> bool:
+        """Return whether the engine has announced the request fields.
+
+        A client may name fields that this router does not know, since the client may be newer.
+        """
+        announced = self.description.request_fields if self.description else ()
+        return fields <= (known_fields() - self.unknown_fields) or fields.issubset(announced)
+
     async def _fetch_model(self) -> None:
         """Fetch the engine's description of its model, and load the model.
 
@@ -676,6 +688,7 @@ class Engine:
         self.description = described
         self._set_adapters(described.adapters)
         self._reported_adapters = None
+        self.unknown_fields = unknown_fields(described.request_fields)
 
         tensor = 1 + max((rank.tensor_rank for rank in described.ranks), default=0)
         pipeline = 1 + max((rank.stage for rank in described.ranks), default=0)

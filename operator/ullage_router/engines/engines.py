@@ -20,10 +20,11 @@ from ullage_common.wire.fingerprint import (
     differences,
     num_kinds,
 )
+from ullage_common.wire.request_fields import known_fields, router_fields, set_fields
 from ullage_router.engines.discovery import PoolLookups
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.model_cache import ModelCache
-from ullage_router.engines.roster import Roster
+from ullage_router.engines.roster import NONE, Roster
 from ullage_router.errors import no_engine, unknown_model
 from ullage_router.policy.circuit_breaker import held_back
 from ullage_router.policy.facts import EngineState, EngineView, Side, engine_key
@@ -33,8 +34,6 @@ RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2
 FIRST_RESOLVE_S = 2.0
 """Maximum seconds that startup waits for the first DNS look-ups."""
-
-NONE: frozenset[str] = frozenset()
 
 Dialer = Callable[[str], grpc.aio.Channel]
 
@@ -289,6 +288,7 @@ class Engines:
             raise unknown_model(name, self._model_name, self.adapters, allowed)
         response = inference_pb2.GetModelResponse()
         response.CopyFrom(self.served_model(name, allowed=allowed).description)
+        response.request_fields[:] = router_fields(self.roster.unknown_fields)
 
         if numerics := list(self.numerics().values()):
             common = numerics[0] if num_kinds(numerics) == 1 else UNKNOWN
@@ -380,12 +380,34 @@ class Engines:
         self._roster = None
         self._max_model_len = None
 
-    def is_ready_on(self, side: Side, adapter: str = "") -> bool:
+    def is_ready_on(self, side: Side, adapter: str = "", needed: frozenset[str] = NONE) -> bool:
         """Return whether the stable or canary side has a ready engine.
 
-        If an adapter is given, only engines that serve the adapter count.
+        If an adapter or request fields are given, only engines that have them count.
         """
-        return self.roster.is_ready(side, adapter)
+        return self.roster.is_ready(side, adapter, needed)
+
+    def needed_fields(self, asked: Callable[[], inference_pb2.GenerateRequest]) -> frozenset[str]:
+        """Return the paths of a request's fields that at least one engine does not know.
+
+        Args:
+            asked: returns the request as an engine gets it. It is called only if some engine lacks
+                fields, as during an upgrade.
+        """
+        unknown = self.roster.unknown_fields
+        return set_fields(asked(), unknown) if unknown else NONE
+
+    def without_fields(self, needed: Iterable[str]) -> frozenset[str]:
+        """Return the keys of the engines that do not know all of the request fields."""
+        paths = frozenset(needed)
+        if paths <= known_fields() and paths.isdisjoint(self.roster.unknown_fields):
+            return NONE
+        return frozenset(engine.key for engine in self.all() if not engine.knows(paths))
+
+    def unknown_to_all(self, needed: frozenset[str]) -> frozenset[str]:
+        """Return those of the request fields that no engine knows."""
+        described = (engine.unknown_fields for engine in self._known() if engine.description)
+        return needed.intersection(*described)
 
     def have_all(self, adapter: str) -> bool:
         """Return whether every usable engine has the adapter.
@@ -416,19 +438,21 @@ class Engines:
         model: Model,
         side: Side = Side.STABLE,
         adapter: str = "",
+        needed: frozenset[str] = NONE,
         *,
         with_trials: bool = True,
     ) -> list[EngineView]:
         """Return views of all engines that have described their model, ordered by pool.
 
-        An engine is marked as unusable if it has another model, lacks the adapter, or is held back
-        by its circuit breaker. If the given side has a ready engine, all engines of the other side
-        are also marked as unusable.
+        An engine is marked as unusable if it has another model, lacks the adapter or a request
+        field, or is held back by its circuit breaker. If the given side has a ready engine, all
+        engines of the other side are also marked as unusable.
 
         Args:
             model: the model that engines must serve.
             side: the side of the rollout.
             adapter: the adapter that engines must have, or empty for none.
+            needed: paths of the request fields that engines must know.
             with_trials: whether engines that failed recently may get requests, up to their limits.
                 Set this only for requests whose answers the router relays itself. Other requests do
                 not show the router whether the engine works again.
@@ -436,7 +460,7 @@ class Engines:
         now = time.monotonic()
         roster = self.roster
         held = self.held_back()
-        has_choice = roster.is_ready(side, adapter)
+        has_choice = roster.is_ready(side, adapter, needed)
         views = []
 
         for engine in roster.engines:
@@ -445,6 +469,7 @@ class Engines:
                 continue
             is_out = engine.key in held or engine.fingerprint != model.fingerprint
             is_out = is_out or (adapter != "" and adapter not in engine.adapters)
+            is_out = is_out or not needed.isdisjoint(engine.unknown_fields)
             if is_out or (has_choice and engine.side is not side):
                 view = replace(view, standing=EngineState.UNUSABLE)
             elif view.standing is EngineState.USABLE and (
@@ -456,7 +481,13 @@ class Engines:
         return views
 
     def sample(
-        self, model: Model, side: Side, number: int, preferred: str, adapter: str = ""
+        self,
+        model: Model,
+        side: Side,
+        number: int,
+        preferred: str,
+        adapter: str = "",
+        needed: frozenset[str] = NONE,
     ) -> list[EngineView]:
         """Return views of a few engines, among which most requests can be placed.
 
@@ -468,6 +499,7 @@ class Engines:
             number: a random number that determines the sample.
             preferred: key of the preferred engine, or empty if there is none.
             adapter: the adapter that engines must have, or empty for none.
+            needed: paths of the request fields that engines must know.
         """
         roster = self.roster
         now = time.monotonic()
@@ -485,6 +517,8 @@ class Engines:
                 drawn.append(favourite)
             if adapter:
                 drawn = [engine for engine in drawn if adapter in engine.adapters]
+            if needed:
+                drawn = [engine for engine in drawn if needed.isdisjoint(engine.unknown_fields)]
             for engine in drawn:
                 if engine.key in held or engine.is_at_limit:
                     continue

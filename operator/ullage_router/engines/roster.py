@@ -6,7 +6,7 @@ idle changes with every request, so this flag is updated in place.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from ullage_router.policy.affinity import HashRing
 from ullage_router.policy.facts import EngineState, Side
@@ -25,6 +25,7 @@ first makes these two choices independent.
 """
 USABLE = EngineState.USABLE
 RECOVERING = EngineState.RECOVERING
+NONE: frozenset[str] = frozenset()
 
 
 T = TypeVar("T")
@@ -101,20 +102,20 @@ class Roster:
         self.models: dict[Side, Model | None] = {}
         """Each side's model, once it has been looked up."""
 
-        self._states: dict[Engine, tuple[EngineState, str, frozenset[str]]] = {}
+        self._states: dict[Engine, _State] = {}
         self._groups: dict[GroupKey, _Group] = {}
         self._group_of: dict[Engine, _Group] = {}
         for engine in self.engines:
             self._add(engine)
 
         self.ready_sides = frozenset(
-            engine.side for engine, (state, *_) in self._states.items() if state is USABLE
+            engine.side for engine, state in self._states.items() if state.standing is USABLE
         )
         self._ready_adapters = frozenset(
             (engine.side, adapter)
-            for engine, (state, _, adapters) in self._states.items()
-            if state is USABLE
-            for adapter in adapters
+            for engine, state in self._states.items()
+            if state.standing is USABLE
+            for adapter in state.adapters
         )
         self.common_adapters = self._common_adapters()
         """Adapters that all usable engines have.
@@ -122,21 +123,23 @@ class Roster:
         If no engine is usable, these are the adapters of all engines that may come back. No request
         can run until then, so no adapter needs a separate subqueue.
         """
+        self.unknown_fields = NONE.union(*(s.unknown_fields for s in self._states.values()))
+        """Paths of the request fields that at least one engine does not know."""
 
     def _add(self, engine: "Engine") -> None:
-        state, fingerprint, _ = self._states[engine] = _state_of(engine)
-        if state is not USABLE:
+        state = self._states[engine] = _state_of(engine)
+        if state.standing is not USABLE:
             return
-        group = self._groups.setdefault((engine.side, engine.pool, fingerprint), _Group())
+        group = self._groups.setdefault((engine.side, engine.pool, state.fingerprint), _Group())
         group.usable.append(engine)
         self._group_of[engine] = group
         self.on_load_change(engine)
 
     def _common_adapters(self) -> frozenset[str]:
         states = self._states.values()
-        if usable := [adapters for state, _, adapters in states if state is USABLE]:
+        if usable := [state.adapters for state in states if state.standing is USABLE]:
             return usable[0].intersection(*usable)
-        return frozenset[str]().union(*(a for state, _, a in states if state is RECOVERING))
+        return NONE.union(*(s.adapters for s in states if s.standing is RECOVERING))
 
     def is_right_about(self, engine: "Engine") -> bool:
         """Return whether the engine's current state is the same as in this snapshot.
@@ -145,11 +148,22 @@ class Roster:
         """
         return self._states.get(engine) == _state_of(engine)
 
-    def is_ready(self, side: Side, adapter: str = "") -> bool:
+    def is_ready(self, side: Side, adapter: str = "", needed: frozenset[str] = NONE) -> bool:
         """Return whether the stable or canary side has a usable engine.
 
-        If an adapter is given, only engines that serve the adapter count.
+        Args:
+            side: the side.
+            adapter: the adapter that the engine must serve, or empty for none.
+            needed: paths of the request fields that the engine must know.
         """
+        if needed:
+            return any(
+                engine.side is side
+                and state.standing is USABLE
+                and (not adapter or adapter in state.adapters)
+                and needed.isdisjoint(state.unknown_fields)
+                for engine, state in self._states.items()
+            )
         return (side, adapter) in self._ready_adapters if adapter else side in self.ready_sides
 
     def on_load_change(self, engine: "Engine") -> None:
@@ -186,5 +200,14 @@ class Roster:
         return group is not None and self._groups.get(key) is group
 
 
-def _state_of(engine: "Engine") -> tuple[EngineState, str, frozenset[str]]:
-    return engine.standing, engine.fingerprint, engine.adapters
+class _State(NamedTuple):
+    """The state of one engine."""
+
+    standing: EngineState
+    fingerprint: str
+    adapters: frozenset[str]
+    unknown_fields: frozenset[str]
+
+
+def _state_of(engine: "Engine") -> _State:
+    return _State(engine.standing, engine.fingerprint, engine.adapters, engine.unknown_fields)

@@ -26,7 +26,14 @@ from ullage_router import errors
 from ullage_router.admission.admission import Admission, AdmissionRequest
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.prefill_window import Reservation
-from ullage_router.call import Call, EngineStream, Event, ResponseStream, timed_out
+from ullage_router.call import (
+    Call,
+    EngineStream,
+    Event,
+    ResponseStream,
+    asked_of_engine,
+    timed_out,
+)
 from ullage_router.engines.flow_control import (
     Source,
     flow_of,
@@ -466,31 +473,19 @@ def _engine_request(
 ) -> inference_pb2.GenerateRequest:
     """Return the request to send to the engine, with token ids and the admitted output limit."""
     limit_s = reservation.credit.step_limit_s
-    request = inference_pb2.GenerateRequest(
-        request_id=call.record.request_id,
-        model=call.request.model,
-        token_ids=inference_pb2.TokenIds(ids=reservation.prompt.token_ids),
-        session_id=call.tenant.scoped_session(call.request.session_id),
-        cache_salt=call.tenant.cache_salt(call.request.cache_salt),
-        priority=call.request.priority,
-        step_limit_s=limit_s if math.isfinite(limit_s) else 0.0,
-        embed=call.request.embed,
-    )
+    request = asked_of_engine(call.request, reservation.prompt)
+    request.request_id = call.record.request_id
+    request.model = call.request.model
+    request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=reservation.prompt.token_ids))
+    request.session_id = call.tenant.scoped_session(call.request.session_id)
+    request.cache_salt = call.tenant.cache_salt(call.request.cache_salt)
+    request.priority = call.request.priority
+    request.step_limit_s = limit_s if math.isfinite(limit_s) else 0.0
     if request.embed:
         return request
 
-    request.sampling.CopyFrom(call.request.sampling)
-    request.stop.CopyFrom(call.request.stop)
-    request.output.CopyFrom(call.request.output)
-    request.samples.CopyFrom(call.request.samples)
-    if call.request.HasField("grammar"):
-        request.grammar.CopyFrom(call.request.grammar)
-
     request.stop.max_tokens = reservation.max_tokens
     request.stop.min_tokens = min(request.stop.min_tokens, reservation.max_tokens)
-    request.output.echo = False  # the router has the prompt's text and echoes it
-    request.output.delta_token_ids = True  # another engine needs the ids to go on
-    reservation.prompt.tool_use.ask(request)
     if progress.has_begun:
         request.stop.max_tokens += progress.longest
         progress.write(request)

@@ -73,6 +73,8 @@ class Refuse(msgspec.Struct, frozen=True):
     retry_after_s: int | None = None
     pool: str = ""
     """The pool that would have served the request (empty if there is none)."""
+    field: str = "input"
+    """The invalid field of a request that can never be served."""
 
 
 NextStep = Run | ShrinkContext | Wait | Refuse

@@ -9,7 +9,7 @@ from ullage_common.wire.continuation import Progress
 from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.admission import NotOnCanary
 from ullage_router.admission.prefill_window import Reservation
-from ullage_router.call import Call, EngineStream, Handler, ResponseStream
+from ullage_router.call import Call, EngineStream, Handler, ResponseStream, asked_of_engine
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import stopped
 from ullage_router.policy.facts import Side
@@ -70,12 +70,14 @@ class Rollout:
     def draw_side(self, call: Call) -> Side:
         """Pick a side, falling back to the other side if the picked one has no ready engine.
 
-        Only engines that serve the request's adapter count. If neither side has one, the picked
-        side is returned.
+        Only engines that serve the request's adapter and know its fields count. If neither side has
+        one, the picked side is returned.
         """
         drawn = self.canary.draw(call.request.session_id)
         other = Side.STABLE if drawn is Side.CANARY else Side.CANARY
-        is_ready = functools.partial(self._engines.is_ready_on, adapter=call.adapter)
+        is_ready = functools.partial(
+            self._engines.is_ready_on, adapter=call.adapter, needed=self._needed_fields(call)
+        )
         return other if not is_ready(drawn) and is_ready(other) else drawn
 
     async def try_canary(self, call: Call, proceed: Handler, once: Handler) -> ResponseStream:
@@ -88,7 +90,8 @@ class Rollout:
             proceed: runs the request, and tries several engines if necessary.
             once: makes one attempt on one canary engine.
         """
-        has_stable = self._engines.is_ready_on(Side.STABLE, call.adapter)
+        needed = self._needed_fields(call)
+        has_stable = self._engines.is_ready_on(Side.STABLE, call.adapter, needed)
         if call.side is Side.STABLE or not has_stable:
             return await proceed(call)
 
@@ -107,6 +110,10 @@ class Rollout:
         if failure:
             self.outcomes.on_contradicted(failure)
         return stream
+
+    def _needed_fields(self, call: Call) -> frozenset[str]:
+        asked = functools.partial(asked_of_engine, call.request, call.prompt)
+        return self._engines.needed_fields(asked)
 
     async def _for_stable(self, call: Call) -> Call:
         """Return a copy of the call with its prompt rendered for the stable engines' model."""

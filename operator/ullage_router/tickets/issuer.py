@@ -40,6 +40,7 @@ MAX_OPEN = 200_000
 MAX_TOKENS = (1 << 31) - 1
 MAX_AVOIDED = 8
 MAX_PREFIXES = 64
+MAX_FIELDS = 64
 MAX_TICKET_CHARACTERS = 256
 SWEEP_INTERVAL_S = 1.0
 REPORT_LAG_S = 1.0
@@ -427,6 +428,8 @@ class TicketIssuer:
         preferred = balancer.preferred(cache_key)
 
         avoid = self._keys(priced.avoid) if priced.avoid else NOBODY
+        if priced.fields:
+            avoid = avoid.union(self._engines.without_fields(priced.fields))
         limit = self._most(pick.session)
         samples = priced.samples or 1
         ask = Ask(
@@ -475,7 +478,7 @@ class TicketIssuer:
 def _check_priced(priced: pb.PricedRequest, where: str) -> None:
     """Check the fields of a request, and raise an error that names the first invalid field."""
     has_more = priced.samples or priced.priority or priced.session_id or priced.avoid
-    has_more = has_more or priced.paid_by
+    has_more = has_more or priced.paid_by or priced.fields
     is_sized = 0 < priced.prompt_tokens <= MAX_TOKENS and priced.max_tokens <= MAX_TOKENS
     if is_sized and not (has_more or priced.prefixes):
         return  # most requests end here
@@ -489,6 +492,7 @@ def _check_priced(priced: pb.PricedRequest, where: str) -> None:
         ("avoid", len(priced.avoid), 0, MAX_AVOIDED),
         ("prefixes", len(priced.prefixes), 0, MAX_PREFIXES),
         ("paid_by", len(priced.paid_by), 0, MAX_TICKET_CHARACTERS),
+        ("fields", len(priced.fields), 0, MAX_FIELDS),
     )
     for name, value, low, high in bounds:
         if not low <= value <= high:

@@ -32,6 +32,7 @@ from ullage_common.tickets.tickets import TICKET_KEY
 from ullage_common.wire.channels import open_channel
 from ullage_common.wire.continuation import Losses, Progress, write_cached
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.request_fields import later_fields, set_fields
 from ullage_common.wire.validation import is_growing
 
 MAX_BATCH = 256
@@ -241,6 +242,7 @@ def _alike(pending: Iterable[_PendingPick]) -> list[list[_PendingPick]]:
             priced.samples,
             priced.priority,
             priced.comes_at_end,
+            tuple(priced.fields),
         )
         groups.setdefault(size if is_free else request, []).append(request)
     return list(groups.values())
@@ -279,6 +281,7 @@ def _price(request: pb.GenerateRequest, avoid: Sequence[str], paid_by: str) -> p
         avoid=avoid,
         paid_by=paid_by,
         comes_at_end=not is_growing(request),
+        fields=sorted(set_fields(request, later_fields())),
     )
 
 

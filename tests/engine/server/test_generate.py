@@ -15,6 +15,7 @@ from ullage.headroom.v1 import headroom_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig, LimitsSection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.request_fields import known_fields
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.server import service
 from ullage_engine.server.request import ModelLimits, validated_request
@@ -338,6 +339,7 @@ def test_describes_the_model(serve: Serve) -> None:
             assert list(model.eos_token_ids) == [2, 0]
             assert dict(model.special_tokens) == TOKENIZER.special_tokens
             assert not model.sampling_defaults.ByteSize(), "the file recommends nothing"
+            assert set(model.request_fields) == known_fields()
             assert (model.vocab_size, model.max_model_len) == (49152, 8192)
             assert model.profile.groups[0].bytes_per_token == 100
             error = await refusal(engine.inference.GetModel(pb.GetModelRequest(model="x")))

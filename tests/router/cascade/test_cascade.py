@@ -397,6 +397,30 @@ def test_a_client_that_goes_ends_every_step(start_service: "StartService") -> No
     asyncio.run(scenario())
 
 
+def test_a_step_gets_no_fields_that_its_service_does_not_know(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with cascade(start_service) as (small, big):
+            small.engine.script.logprob = SURE
+            assert text(await ask(big, bad_words=["dog"])) == "small says so now"
+            assert list(small.engine.requests[-1].sampling.bad_words) == ["dog"]
+
+        async with cascade(start_service) as (small, big):
+            small.engine.script.logprob = SURE
+            small.engine.request_fields = ()
+            small.engine.push(epoch=small.engine.headroom.epoch + 1)
+            known = small.router.service.engines.all()[0]
+            await small.until(lambda: not known.description.request_fields)
+
+            assert text(await ask(big, bad_words=["dog"])) == "Hello big world"
+            assert await outcomes(big) == [("small", "refused"), ("big", "served")]
+            assert (await small.stats())["latest"] == [], "the request was not sent"
+            assert text(await ask(big)) == "small says so now"
+
+    asyncio.run(scenario())
+
+
 def test_circles_are_told_and_the_request_is_answered(start_service: "StartService") -> None:
     """Two services that name each other: the second sees the request come back."""
 

@@ -31,6 +31,7 @@ class Known:
     side: Side = Side.STABLE
     fingerprint: str = "model"
     adapters: frozenset[str] = frozenset()
+    unknown_fields: frozenset[str] = frozenset()
 
     @property
     def is_idle(self) -> bool:

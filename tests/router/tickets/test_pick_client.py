@@ -418,3 +418,33 @@ def test_leaving_an_answer_ends_it(start_service: "StartService", tmp_path: Path
             await service.until(lambda: picker.open == 0, ENOUGH_S)
 
     asyncio.run(scenario())
+
+
+def test_newer_fields_reach_only_engines_that_know_them(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    sampling = pb.SamplingParams(bad_words=["dog"])
+
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path, single=(400, 400)) as (service, client):
+            old, new = service.engines
+            old.request_fields = ()
+            old.push(epoch=old.headroom.epoch + 1)
+            engines = service.router.service.engines.all()
+            known = next(each for each in engines if each.address == old.address)
+            await service.until(lambda: not known.description.request_fields, ENOUGH_S)
+
+            asked = [ask(client, request(sampling=sampling)) for _ in range(8)]
+            plain = [ask(client) for _ in range(30)]
+            await asyncio.gather(*asked, *plain)
+            assert not any(each.sampling.bad_words for each in old.requests)
+            assert sum(bool(each.sampling.bad_words) for each in new.requests) == 8
+            assert all(sent(service)), "all went straight to an engine"
+            assert old.requests
+
+            new.push(ready=False)
+            await service.until(lambda: service.engine_state("single-1") != "ready", ENOUGH_S)
+            with pytest.raises(ServiceError, match="no engine that knows bad_words is ready"):
+                await ask(client, request(sampling=sampling))
+
+    asyncio.run(scenario())

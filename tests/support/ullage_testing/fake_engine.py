@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from ullage_common.process.addresses import joined
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.fingerprint import fingerprint_of
 from ullage_common.wire.multiplex import serve_multiplex
+from ullage_common.wire.request_fields import known_fields
 from ullage_common.wire.servers import bind, new_server
 
 MODEL = "tiny"
@@ -107,6 +108,8 @@ class FakeEngine(
         """Whether the model has KV, as an encoder has not."""
         self.adapters: tuple[str, ...] = ()
         """Names of the model's adapters."""
+        self.request_fields: Collection[str] = sorted(known_fields())
+        """Fields that it announces; none, as an engine of 0.2.0."""
         self.heartbeat_s = 0.2
         self.is_mute = False
         self.lost_reports = 0
@@ -205,6 +208,7 @@ class FakeEngine(
             adapters=[inference_pb2.Adapter(name=name, rank=8) for name in self.adapters],
             fingerprint=self.headroom.fingerprint,
             fingerprint_facts=self.headroom.fingerprint_facts,
+            request_fields=self.request_fields,
             profile=inference_pb2.MemoryProfile(
                 block_tokens=BLOCK,
                 groups=[inference_pb2.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)]

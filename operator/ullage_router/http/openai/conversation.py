@@ -77,8 +77,10 @@ def _prompt_end(chat: ChatRequest) -> inference_pb2.PromptEnd:
                 "add_generation_prompt", True, "false with continue_final_message: true"
             )
         return inference_pb2.PROMPT_END_FINAL_MESSAGE
-    is_closed = chat.add_generation_prompt is False
-    return inference_pb2.PROMPT_END_CLOSED if is_closed else inference_pb2.PROMPT_END_REPLY
+    if chat.add_generation_prompt is False:
+        return inference_pb2.PROMPT_END_CLOSED
+    # Left unset, because services of 0.2.0 do not know the field.
+    return inference_pb2.PROMPT_END_UNSPECIFIED
 
 
 def _template_arguments(chat: ChatRequest) -> str:
