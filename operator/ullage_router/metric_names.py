@@ -186,6 +186,36 @@ ANSWERS_UNJUDGED = GaugeName(
     ("trial", "reason"),
 )
 
+# files and batches -------------------------------------------------------------------------------
+
+FILES = GaugeName(
+    "ullage_router_files", "Stored files, also those that arrive or that a batch writes"
+)
+FILE_BYTES = GaugeName(
+    "ullage_router_file_bytes", "Bytes of stored files, also of those that arrive or grow"
+)
+FILES_LIMIT = GaugeName("ullage_router_files_limit", "Most files that the store takes")
+FILE_BYTES_LIMIT = GaugeName("ullage_router_file_bytes_limit", "Most bytes that the store takes")
+FILE_STORE_OPEN = GaugeName(
+    "ullage_router_file_store_open", "1 while the folder of files can be used, else 0"
+)
+UPLOADS = GaugeName("ullage_router_uploads", "Files that arrive now")
+BATCHES = GaugeName("ullage_router_batches", "Batches that are known, by their status", ("status",))
+BATCH_REQUESTS = GaugeName(
+    "ullage_router_batch_requests",
+    "Requests of batches that have not ended: waiting for an answer, or running",
+    ("state",),
+)
+BATCH_REQUESTS_ENDED = CounterName(
+    "ullage_router_batch_requests_ended",
+    "Requests of batches that got a line, by whether that is an answer (completed) or an error",
+    ("state",),
+)
+BATCH_REQUESTS_SENT = CounterName(
+    "ullage_router_batch_requests_sent",
+    "Requests of batches that were sent, once for each try",
+)
+
 # tenants and secrets -----------------------------------------------------------------------------
 
 TENANT_REQUESTS = CounterName(

@@ -50,6 +50,16 @@ class Service:
         stats: dict[str, Any] = (await self.monitoring.get("/stats")).json()
         return stats
 
+    async def metrics(self, *names: str) -> dict[str, float]:
+        """The samples of these metrics, by name and labels as Prometheus writes them."""
+        text = (await self.monitoring.get("/metrics")).text
+        samples = [line.rpartition(" ") for line in text.splitlines() if line[:1] != "#"]
+        return {
+            series: float(value)
+            for series, _, value in samples
+            if series.partition("{")[0] in names
+        }
+
     async def states(self) -> dict[str, str]:
         return {e["id"]: e["state"] for e in (await self.stats())["engines"]}
 

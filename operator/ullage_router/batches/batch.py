@@ -1,6 +1,6 @@
 """The record of a batch, as the disk has it, and the states through which a batch goes."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -15,6 +15,7 @@ Status = Literal[
     "cancelled",
 ]
 Ending = Literal["completed", "expired", "cancelled", "failed"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 ENDED: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
 WINDOW = "24h"
 """The only completion window, as in OpenAI's API."""

@@ -44,6 +44,8 @@ MAX_KEPT = 1000
 """Maximum number of batches that have ended and are kept. One tenant gets at most half of this."""
 MAX_LINES_AT_ONCE = 256
 """Number of lines that are written together for requests that were not answered in time."""
+REQUEST_STATES = ("waiting", "running")
+"""States of a request that has no line in the output files yet."""
 _REFUSED = frozenset({429, 503})
 _FAILED = frozenset({408, 500, 502, 504})
 _EXPIRED = "This request could not be executed before the completion window expired."
@@ -80,6 +82,8 @@ class BatchRunner:
 
     Attributes:
         send: Sends a request. It is set before the store opens.
+        num_sent: Number of requests sent, once for each try.
+        ended: Number of requests that got a line, by whether it is an answer or an error.
     """
 
     def __init__(
@@ -100,7 +104,9 @@ class BatchRunner:
         """Locks of the records by batch."""
         self._checking = asyncio.Lock()
         self._slots = asyncio.Semaphore(limits.max_concurrency)
-        self._num_sent = 0
+        self._num_running = 0
+        self.num_sent = 0
+        self.ended = {"completed": 0, "failed": 0}
         store.resident = self
 
     def load(self) -> dict[str, str]:
@@ -244,13 +250,27 @@ class BatchRunner:
 
     def as_json(self) -> dict[str, object]:
         """Return the state of the batches for /stats."""
-        active = [batch for batch in self._batches.values() if not batch.has_ended]
         return {
-            "active": len(active),
+            "active": sum(not batch.has_ended for batch in self._batches.values()),
             "max_active": self._limits.max_active,
-            "requests_left": sum(b.total - b.completed - b.failed for b in active),
-            "requests_sent": self._num_sent,
+            "requests_left": self._num_left,
+            "requests_running": self._num_running,
+            "requests_sent": self.num_sent,
         }
+
+    def num_batches(self, status: str) -> int:
+        """Return the number of batches with a status."""
+        return sum(batch.status == status for batch in self._batches.values())
+
+    def num_requests(self, state: str) -> int:
+        """Return the number of requests in a state of REQUEST_STATES."""
+        return self._num_running if state == "running" else self._num_left - self._num_running
+
+    @property
+    def _num_left(self) -> int:
+        """Number of requests of batches that have not ended, which have no line yet."""
+        active = [batch for batch in self._batches.values() if not batch.has_ended]
+        return sum(batch.total - batch.completed - batch.failed for batch in active)
 
     def _begin(self, batch: Batch) -> None:
         self._store.catalog.pin(batch.input_file_id, batch.id)
@@ -386,8 +406,10 @@ class BatchRunner:
         await self._append(batch, outputs.of(reply), data)
         if reply.is_success:
             batch.completed += 1
+            self.ended["completed"] += 1
         else:
             batch.failed += 1
+            self.ended["failed"] += 1
 
     async def _reply(self, batch: Batch, number: int, line: BatchLine) -> Reply:
         """Send a request until it is answered. After a refusal it waits and is sent again."""
@@ -396,8 +418,14 @@ class BatchRunner:
         refusals = 0
         while True:
             async with self._slots:
-                self._num_sent += 1
-                reply = await self.send(batch.endpoint, batch.tenant, bytes(line.body), request_id)
+                self.num_sent += 1
+                self._num_running += 1
+                try:
+                    reply = await self.send(
+                        batch.endpoint, batch.tenant, bytes(line.body), request_id
+                    )
+                finally:
+                    self._num_running -= 1
             tries += reply.status in _FAILED
             refusals += reply.status in _REFUSED
             is_final = reply.status not in _FAILED | _REFUSED or tries >= MAX_TRIES
@@ -425,6 +453,7 @@ class BatchRunner:
             lines = await asyncio.to_thread(_error_lines, batch.id, index, numbers, code, message)
             await self._append(batch, outputs.errors, lines)
             batch.failed += len(numbers)
+            self.ended["failed"] += len(numbers)
 
     async def _finalize(self, batch: Batch, outputs: _Outputs) -> None:
         """Complete the output files, and end the batch."""

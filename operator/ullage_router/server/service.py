@@ -15,7 +15,8 @@ from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
 from ullage_router.admission.scale_to_zero import ScaleToZero
-from ullage_router.batches.runner import BatchRunner
+from ullage_router.batches.batch import STATUSES
+from ullage_router.batches.runner import REQUEST_STATES, BatchRunner
 from ullage_router.cascade.cascade import Cascade
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
@@ -340,7 +341,7 @@ class RouterService:
         count(names.QUEUE_PASSED, lambda: queue.passed)
         watch(names.HELD_REQUESTS, lambda: len(self.scale_to_zero.queue))
         pools = self.scale_to_zero.pools
-        self.metrics.watch_wanted_requests(pools, self.scale_to_zero.queue.wanted)
+        self.metrics.watch_each(names.WANTED_REQUESTS, pools, self.scale_to_zero.queue.wanted)
         watch(names.PREFILL_REQUESTS, lambda: len(window))
         count(names.PREFILL_WAITED, lambda: window.waited)
         count(names.PREFILL_BALANCED, lambda: window.balanced)
@@ -351,6 +352,10 @@ class RouterService:
         watch(names.CERTIFICATE_PROBLEMS, lambda: self.tls.num_problems)
         watch(names.CERTIFICATE_EXPIRY, lambda: self.tls.expiry)
         self._watch_engines()
+        if self.files:
+            self._watch_files(self.files)
+        if self.batches:
+            self._watch_batches(self.batches)
 
     def _watch_engines(self) -> None:
         watch = self.metrics.watch
@@ -359,7 +364,8 @@ class RouterService:
         balancer = self.balancer
         watch(names.ENGINES_READY, lambda: sum(each.state == "ready" for each in engines.all()))
         watch(names.STALE_ENGINES, lambda: sum(each.state == "stale" for each in engines.all()))
-        self.metrics.watch_fingerprints(
+        self.metrics.watch_each(
+            names.FINGERPRINTS,
             [pool.name for pool in self.config.pools],
             lambda pool: num_kinds(engines.numerics(pool).values()),
         )
@@ -375,6 +381,22 @@ class RouterService:
         count(names.RETRIES_REFUSED, lambda: balancer.budget.refused)
         count(names.AFFINITY_KEPT, lambda: balancer.choices["kept"])
         count(names.AFFINITY_YIELDED, lambda: balancer.choices["yielded"])
+
+    def _watch_files(self, files: FileStore) -> None:
+        watch = self.metrics.watch
+        watch(names.FILES, lambda: files.catalog.num_files)
+        watch(names.FILE_BYTES, lambda: files.catalog.num_bytes)
+        watch(names.FILES_LIMIT, lambda: files.section.max_files)
+        watch(names.FILE_BYTES_LIMIT, lambda: files.section.max_bytes)
+        watch(names.FILE_STORE_OPEN, lambda: files.is_open)
+        watch(names.UPLOADS, lambda: len(files.uploads))
+
+    def _watch_batches(self, batches: BatchRunner) -> None:
+        metrics = self.metrics
+        metrics.watch_each(names.BATCHES, STATUSES, batches.num_batches)
+        metrics.watch_each(names.BATCH_REQUESTS, REQUEST_STATES, batches.num_requests)
+        metrics.count_each(names.BATCH_REQUESTS_ENDED, lambda: batches.ended)
+        metrics.count(names.BATCH_REQUESTS_SENT, lambda: batches.num_sent)
 
 
 def _breaker_json(breaker: CircuitBreaker) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The router's Prometheus metrics. Each of their labels has only a few possible values."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
@@ -48,26 +48,19 @@ class Metrics:
         self._discarded = names.CASCADE_DISCARDED.register(registry)
         self._sides = names.REVISION_REQUESTS.counts(registry)
 
-    def watch_wanted_requests(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export the demand for each pool that may be scaled to zero, as a number of requests.
+    def watch_each(
+        self, name: GaugeName, values: Iterable[str], read: Callable[[str], float]
+    ) -> None:
+        """Export a gauge with one label.
 
         Args:
-            pools: names of the pools.
-            read: returns a pool's current value. It is called at each scrape.
+            name: the gauge.
+            values: the values of the label.
+            read: returns the gauge's value for a value of the label. It is called at each scrape.
         """
-        gauge = names.WANTED_REQUESTS.register(self.registry)
-        for pool in pools:
-            gauge.labels(pool).set_function(functools.partial(read, pool))
-
-    def watch_fingerprints(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Export how many different numerics fingerprints the engines of each pool have.
-
-        Engines with different fingerprints may produce different results. `read` returns the number
-        for a pool, and is called at each scrape.
-        """
-        gauge = names.FINGERPRINTS.register(self.registry)
-        for pool in pools:
-            gauge.labels(pool).set_function(functools.partial(read, pool))
+        gauge = name.register(self.registry)
+        for value in values:
+            gauge.labels(value).set_function(functools.partial(read, value))
 
     def watch(self, name: GaugeName, read: Callable[[], float]) -> None:
         """Export a gauge whose value is obtained by calling `read` at each scrape."""
@@ -75,10 +68,24 @@ class Metrics:
 
     def count(self, name: CounterName, read: Callable[[], float]) -> None:
         """Export a counter that is kept elsewhere, calling `read` for its value at each scrape."""
+        self._count_all(name, lambda: {(): read()})
 
+    def count_each(self, name: CounterName, read: Callable[[], Mapping[str, float]]) -> None:
+        """Export a counter with one label that is kept elsewhere, as `count` does.
+
+        Args:
+            name: the counter.
+            read: returns the counts by the values of the label.
+        """
+        self._count_all(name, lambda: {(value,): count for value, count in read().items()})
+
+    def _count_all(
+        self, name: CounterName, read: Callable[[], Mapping[tuple[str, ...], float]]
+    ) -> None:
         def families() -> Iterable[CounterMetricFamily]:
             family = name.family()
-            family.add_metric((), read())
+            for labels, count in read().items():
+                family.add_metric(labels, count)
             return [family]
 
         self.registry.register(AtScrape(families))

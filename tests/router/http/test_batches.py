@@ -210,7 +210,7 @@ def test_refusals_make_the_batch_wait(start_service: "StartService", tmp_path: P
             service.engine.script.refuse = BUSY
             batch = await create(service, [chat_line(str(i)) for i in range(3)])
             runner_ = service.router.service.batches
-            await service.until(lambda: runner_._num_sent > 8)
+            await service.until(lambda: runner_.num_sent > 8)
             assert runner_.find("", batch.id).failed == 0
             service.engine.script.refuse = None
             done = await ended(service, batch.id)
@@ -232,7 +232,41 @@ def test_a_service_that_fails_is_tried_three_times(
             assert done.status == "completed"
             [failed] = await lines_of(service, done.error_file_id)
             assert failed["response"]["status_code"] == 500
-            assert service.router.service.batches._num_sent == 3
+            assert service.router.service.batches.num_sent == 3
+
+    asyncio.run(scenario())
+
+
+def test_metrics_count_batches_and_their_requests(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    def of_state(name: str, label: str, **values: float) -> dict[str, float]:
+        return {f'ullage_router_{name}{{{label}="{key}"}}': n for key, n in values.items()}
+
+    async def scenario() -> None:
+        limits = {"batches": {"max_concurrency": 2}}
+        async with start_service(**with_files(tmp_path, **limits)) as service:
+            service.engine.script.hold = asyncio.Event()
+            batch = await create(service, [*map(chat_line, "abc"), chat_line("d", temperature=-1)])
+            await service.until(lambda: len(service.engine.requests) == 2)
+            batches = await service.metrics("ullage_router_batches")
+            assert sum(batches.values()) == 1.0
+            assert batches['ullage_router_batches{status="in_progress"}'] == 1.0
+            requests = of_state("batch_requests", "state", waiting=2.0, running=2.0)
+            assert await service.metrics("ullage_router_batch_requests") == requests
+
+            service.engine.script.hold.set()
+            await ended(service, batch.id)
+            batches = await service.metrics("ullage_router_batches")
+            assert sum(batches.values()) == 1.0
+            assert batches['ullage_router_batches{status="completed"}'] == 1.0
+            requests = of_state("batch_requests", "state", waiting=0.0, running=0.0)
+            assert await service.metrics("ullage_router_batch_requests") == requests
+            assert await service.metrics("ullage_router_batch_requests_ended_total") == of_state(
+                "batch_requests_ended_total", "state", completed=3.0, failed=1.0
+            )
+            sent = await service.metrics("ullage_router_batch_requests_sent_total")
+            assert list(sent.values()) == [4.0]
 
     asyncio.run(scenario())
 

@@ -59,6 +59,33 @@ def test_the_official_client_keeps_files(start_service: "StartService", tmp_path
     asyncio.run(scenario())
 
 
+def test_metrics_count_files_and_their_bytes(start_service: "StartService", tmp_path: Path) -> None:
+    counted = ("ullage_router_files", "ullage_router_file_bytes", "ullage_router_uploads")
+    limits = ("ullage_router_files_limit", "ullage_router_file_bytes_limit")
+
+    async def scenario() -> None:
+        async with start_service(**with_files(tmp_path, max_files=7, max_bytes=9000)) as service:
+            assert await service.metrics("ullage_router_file_store_open") == {
+                "ullage_router_file_store_open": 1.0
+            }
+            assert list((await service.metrics(*limits)).values()) == [9000.0, 7.0]
+            assert set((await service.metrics(*counted)).values()) == {0.0}
+
+            file = await service.openai.files.create(file=("a.md", b"12345"), purpose="user_data")
+            assert await service.metrics(*counted) == {
+                "ullage_router_files": 1.0,
+                "ullage_router_file_bytes": 5.0,
+                "ullage_router_uploads": 0.0,
+            }
+            await service.openai.files.delete(file.id)
+            assert set((await service.metrics(*counted)).values()) == {0.0}
+
+        async with start_service() as service:
+            assert not await service.metrics(*counted, *limits, "ullage_router_batches")
+
+    asyncio.run(scenario())
+
+
 def test_files_that_are_off_name_their_field(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:
