@@ -297,9 +297,9 @@ _ALL = (
         name="node-agents",
         title="`@openai/agents` for Node",
         kind=ClientKind.NODE,
-        requirements=("@openai/agents@0.20.0", "zod@4.6.7"),
+        requirements=("@openai/agents@0.20.0", "openai@7.59.0", "zod@4.6.7"),
         program="openai_agents_node.mjs",
-        checks=AGENT_CHECKS,
+        checks=AGENT_CHECKS | ERRORS,
     ),
     JudgedClient(
         name="codex",

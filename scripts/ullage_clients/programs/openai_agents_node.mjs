@@ -1,8 +1,9 @@
 // OpenAI's Agents SDK for Node: tasks by responses.
 
 import { Agent, run as work, setTracingDisabled, tool } from "@openai/agents";
+import OpenAI from "openai";
 import { z } from "zod";
-import { MODEL, expect, run } from "./checks.mjs";
+import { LONG, MODEL, expect, run, thrown } from "./checks.mjs";
 
 // Traces would go to OpenAI.
 setTracingDisabled(true);
@@ -58,5 +59,18 @@ await run({
     await result.completed;
     expect(kinds.includes("raw_model_stream_event") && result.finalOutput, kinds);
     return `${kinds.length} events`;
+  },
+
+  async "wrong model"() {
+    const helper = agent({ model: "absent" });
+    const error = await thrown(OpenAI.NotFoundError, () => work(helper, GREETING));
+    expect(error.code === "model_not_found", error.code);
+    return `NotFoundError, ${error.code}`;
+  },
+
+  async "long prompt"() {
+    const error = await thrown(OpenAI.BadRequestError, () => work(agent(), LONG));
+    expect(error.code === "context_length_exceeded", `${error.code}: ${error.message}`);
+    return `BadRequestError, ${error.code}`;
   },
 });
