@@ -20,6 +20,8 @@ from ullage_common.process.config_file import read_file
 from ullage_common.wire.channels import open_channel
 from ullage_router.main import Router
 
+NO_KV = {"kv_pool_bytes": 0, "kv_free_bytes": 0, "headroom_bytes": 0}
+
 
 @dataclass
 class Service:
@@ -62,6 +64,19 @@ class Service:
 
     async def states(self) -> dict[str, str]:
         return {e["id"]: e["state"] for e in (await self.stats())["engines"]}
+
+    async def become_embedding_model(self, has_kv: bool = False) -> None:
+        """Makes all engines' model one for embeddings, as after a restart."""
+        for engine in self.engines:
+            engine.task = inference_pb2.TASK_EMBED
+            engine.has_kv = has_kv
+            engine.push(epoch=engine.headroom.epoch + 1, **({} if has_kv else NO_KV))
+        known = self.router.service.engines
+        task = inference_pb2.TASK_EMBED
+        await self.until(
+            lambda: all(e.description and e.description.task == task for e in known.all())
+        )
+        await self.until(lambda: known.model is not None and known.model.description.task == task)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Waits for something the router learns over the wire."""

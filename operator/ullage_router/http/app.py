@@ -24,7 +24,11 @@ from ullage_router.http.error_bodies import error_body
 from ullage_router.http.files.endpoint import CONTENT, FilesEndpoint
 from ullage_router.http.messages import Endpoint, Headers, Reply, Request, Routes, without_slash
 from ullage_router.http.monitoring import Pages
-from ullage_router.http.openai.embeddings import EmbeddingsEndpoint
+from ullage_router.http.openai.embeddings import (
+    EmbeddingsEndpoint,
+    parse_embeddings,
+    vector_room,
+)
 from ullage_router.http.openai.endpoint import (
     CHAT,
     COMPLETION,
@@ -33,6 +37,7 @@ from ullage_router.http.openai.endpoint import (
     sampling_defaults,
 )
 from ullage_router.http.openai.errors import error_headers
+from ullage_router.http.openai.scores import parse_rerank, parse_score
 from ullage_router.http.openai.tokenize import (
     DetokenizeEndpoint,
     TokenizeEndpoint,
@@ -221,12 +226,20 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
     stored = responses.StoredResponses(service, store, RESPONSES + "/")
     files = FilesEndpoint(service, FILES + "/")
     batches = BatchesEndpoint(service, BATCHES + "/")
+    room = vector_room()
+    score = EmbeddingsEndpoint(service, room, parse_score)
+    rerank = EmbeddingsEndpoint(service, room, parse_rerank)
     return {
         "/v1/chat/completions": {"POST": chat},
         "/v1/completions": {"POST": completion},
         "/v1/messages": {"POST": GenerateEndpoint(service, anthropic.MESSAGES)},
         "/v1/messages/count_tokens": {"POST": GenerateEndpoint(service, anthropic.COUNT_TOKENS)},
-        "/v1/embeddings": {"POST": EmbeddingsEndpoint(service)},
+        "/v1/embeddings": {"POST": EmbeddingsEndpoint(service, room, parse_embeddings)},
+        "/score": {"POST": score},
+        "/v1/score": {"POST": score},
+        "/rerank": {"POST": rerank},
+        "/v1/rerank": {"POST": rerank},
+        "/v2/rerank": {"POST": rerank},
         RESPONSES: {"POST": GenerateEndpoint(service, responses.dialect(service, store))},
         RESPONSES + "/": _get(stored.read) | {"DELETE": stored.delete},
         FILES: _get(files.list) | {"POST": files.create},

@@ -43,6 +43,7 @@ from ullage_router.http.openai.schemas import (
     ToolDefinition,
     Unsupported,
 )
+from ullage_router.http.openai.scores import RerankRequest, ScoreRequest
 from ullage_router.http.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from ullage_router.http.responses import answers as responses
 from ullage_router.http.responses.schemas import ResponsesRequest, ResponsesTool, TextFormat
@@ -61,6 +62,8 @@ REFUSING: tuple[type[Unsupported | Refusing], ...] = (
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
+    ScoreRequest,
+    RerankRequest,
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
@@ -284,6 +287,28 @@ def _ready(name: str, method: str = "") -> Operation:
     )
 
 
+def _score(name: str) -> Operation:
+    return Operation(
+        name,
+        "Compare texts.",
+        answers.Scores,
+        body=ScoreRequest,
+        errors=WITH_KEY | WITH_BODY | {504: GENERATING[504]},
+        headers=("x-request-id", client_timeout.HEADER),
+    )
+
+
+def _rerank(name: str) -> Operation:
+    return Operation(
+        name,
+        "Sort documents by their relevance to a query.",
+        answers.Ranking,
+        body=RerankRequest,
+        errors=WITH_KEY | WITH_BODY | {504: GENERATING[504]},
+        headers=("x-request-id", client_timeout.HEADER),
+    )
+
+
 OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/v1/chat/completions": {
         "POST": Operation(
@@ -319,6 +344,11 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
             headers=("x-request-id", client_timeout.HEADER),
         )
     },
+    "/score": {"POST": _score("score")},
+    "/v1/score": {"POST": _score("score_v1")},
+    "/rerank": {"POST": _rerank("rerank")},
+    "/v1/rerank": {"POST": _rerank("rerank_v1")},
+    "/v2/rerank": {"POST": _rerank("rerank_v2")},
     "/v1/responses": {
         "POST": Operation(
             "respond",

@@ -30,7 +30,9 @@ from ullage_router.http.openai.errors import error_headers
 
 API = "/v1/"
 """Prefix of the paths with CORS headers, whose responses any holder of an API key may read."""
-_API_PAGES = frozenset({"/tokenize", "/detokenize", "/tokenizer_info"})
+_API_PAGES = frozenset(
+    {"/tokenize", "/detokenize", "/tokenizer_info", "/score", "/rerank", "/v2/rerank"}
+)
 """Paths of the API outside of its prefix, as vLLM has them."""
 _FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
 """Pages that Prometheus and the operator read, possibly through the proxies of a service mesh."""

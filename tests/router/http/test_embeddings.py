@@ -21,21 +21,12 @@ from ullage_router.http.openai import embeddings
 from ullage_router.http.openai.embeddings import PIECE_BYTES
 
 StartService = Callable[..., AbstractAsyncContextManager[Any]]
-NO_KV = {"kv_pool_bytes": 0, "kv_free_bytes": 0, "headroom_bytes": 0}
 BUSY = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_HEADROOM", "full", retry_after_s=3)
 
 
 async def learn(service: Any, has_kv: bool = False) -> None:
     """Makes all engines' model one for embeddings, as after a restart."""
-    for engine in service.engines:
-        engine.task = pb.TASK_EMBED
-        engine.has_kv = has_kv
-        engine.push(epoch=engine.headroom.epoch + 1, **({} if has_kv else NO_KV))
-    known = service.router.service.engines
-    await service.until(
-        lambda: all(e.description and e.description.task == pb.TASK_EMBED for e in known.all())
-    )
-    await service.until(lambda: known.model.description.task == pb.TASK_EMBED)
+    await service.become_embedding_model(has_kv)
 
 
 def ids(text: str) -> Sequence[int]:

@@ -44,6 +44,7 @@ from ullage_router.http.openai.schemas import (
     DefinedFunction,
     ToolDefinition,
 )
+from ullage_router.http.openai.scores import RerankRequest, ScoreRequest
 from ullage_router.http.responses import answers as responses_answers
 from ullage_router.http.responses.answer import ResponsesAnswer
 from ullage_router.http.responses.errors import ERRORS as RESPONSES_ERRORS
@@ -58,6 +59,8 @@ EVERY_ROUTE = [(path, method) for path, methods in openapi.OPERATIONS.items() fo
 DOCUMENT = json.loads(openapi.document(EVERY_ROUTE))
 SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES: tuple[Any, ...] = (
+    ScoreRequest,
+    RerankRequest,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
@@ -136,6 +139,8 @@ MINIMAL: dict[Any, dict[str, Any]] = {
     ChatRequest: {"messages": [{"role": "user", "content": "x"}]},
     CompletionRequest: {"prompt": "x"},
     EmbeddingsRequest: {"input": "x"},
+    ScoreRequest: {},
+    RerankRequest: {"query": "x", "documents": "y"},
     ResponsesRequest: {"input": "x"},
     MessagesRequest: {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
     CountTokensRequest: {"messages": [{"role": "user", "content": "x"}]},

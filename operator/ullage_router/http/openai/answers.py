@@ -280,6 +280,49 @@ class Embeddings(Answer, frozen=True, kw_only=True):
     usage: EmbeddingsUsage
 
 
+class ScoreItem(Answer, frozen=True, kw_only=True):
+    """The score of two texts: the cosine of their embeddings."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Answer, frozen=True, kw_only=True):
+    """The scores of all pairs of texts in a request."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreItem]
+    usage: EmbeddingsUsage
+
+
+class RankedText(Answer, frozen=True, kw_only=True):
+    """A document, as the request has it."""
+
+    text: str
+
+
+class RankedDocument(Answer, frozen=True, kw_only=True):
+    """A document with its score."""
+
+    index: int
+    """The document's place in the request, from 0."""
+    document: RankedText
+    relevance_score: float
+
+
+class Ranking(Answer, frozen=True, kw_only=True):
+    """The documents of a request, the most relevant first."""
+
+    id: str
+    model: str
+    usage: EmbeddingsUsage
+    results: list[RankedDocument]
+
+
 class ModelCard(Answer, frozen=True, kw_only=True):
     """The served model or one of its adapters."""
 

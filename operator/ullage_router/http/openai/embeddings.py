@@ -1,4 +1,4 @@
-"""Serves POST /v1/embeddings.
+"""Serves POST /v1/embeddings, and computes the embeddings of the other endpoints that use them.
 
 Each input becomes a separate request that is admitted and placed independently. The client gets
 either one response or one error for all inputs of a body.
@@ -10,9 +10,9 @@ import functools
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from http import HTTPStatus
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -85,16 +85,41 @@ _BODY = body_decoder(EmbeddingsRequest)
 _INPUT = msgspec.json.Decoder(Input)
 
 
+class Inputs(NamedTuple):
+    """A parsed body: the inputs, and how the response is made of their embeddings."""
+
+    requests: Sequence[inference_pb2.GenerateRequest]
+    """One request for each input. All have the same model."""
+    names: Sequence[str]
+    """The field of each input, for errors."""
+    answer: "Callable[[EmbeddingRun, Writer], Awaitable[None]]"
+    """Sends the response, once all embeddings are computed."""
+    ignored: tuple[str, ...]
+    """Names of the body's unknown fields."""
+    dimensions: int | None = None
+    """Number of elements that each embedding must have, or None for any."""
+
+
+def vector_room() -> BodyRoom:
+    """Return the memory budget for the embeddings of all bodies in a process."""
+    return BodyRoom(MAX_ALL_VECTOR_BYTES)
+
+
 class EmbeddingsEndpoint:
-    """Serves requests to /v1/embeddings.
+    """Serves requests to an endpoint whose responses are made of embeddings.
 
     Args:
         service: Serves requests, and provides the tenants.
+        room: Memory budget for the embeddings of all bodies.
+        parse: Parses a body, and checks it.
     """
 
-    def __init__(self, service: RouterService) -> None:
+    def __init__(
+        self, service: RouterService, room: BodyRoom, parse: Callable[[Body], Inputs]
+    ) -> None:
         self._service = service
-        self._room = BodyRoom(MAX_ALL_VECTOR_BYTES)
+        self._room = room
+        self._parse = parse
 
     async def __call__(self, request: Request, reply: Reply) -> None:
         service = self._service
@@ -105,8 +130,9 @@ class EmbeddingsEndpoint:
             authorization = request.headers.get("authorization")
             tenant = open_session(service.tenants, request, authorization)
             data = await request.read_json(tenant.name)
-            parsing = functools.partial(_parsed, data)
-            body, asked, ignored = await service.intake.run(data.num_bytes, tenant.name, parsing)
+            parsing = functools.partial(self._parse, data)
+            inputs = await service.intake.run(data.num_bytes, tenant.name, parsing)
+            asked = inputs.requests
             set_priority(request, asked)
             limit_s = time_limit_s(request.headers, service.config.limits.total_timeout)
             if len(asked) > 1:
@@ -119,21 +145,16 @@ class EmbeddingsEndpoint:
             await Writer(reply, record, EMBEDDINGS).error(refusal)
             return
 
-        is_base64 = body.encoding_format == "base64"
-        dimensions = body.dimensions
-        del body
         trace = trace_context(request.headers)
-        room = self._room
-        run = _Run(
+        run = EmbeddingRun(
             service,
             record.request_id,
             tenant,
             trace,
-            asked,
-            room,
+            inputs,
+            self._room,
             request.end_turn,
             limit_s,
-            dimensions,
         )
 
         try:
@@ -146,29 +167,30 @@ class EmbeddingsEndpoint:
                 )
                 return
 
-            run.record.ignored = ignored
-            pieces = run.pieces(is_base64=is_base64)
-            await Writer(reply, run.record, EMBEDDINGS).in_pieces(pieces)
+            run.record.ignored = inputs.ignored
+            await inputs.answer(run, Writer(reply, run.record, EMBEDDINGS))
         finally:
             run.close()
 
 
-class _Run:
-    """Serves all inputs of one request body.
+class EmbeddingRun:
+    """Computes the embeddings of all inputs of one request body.
 
     Args:
         service: Serves requests.
         name: The request id. A number is appended to it for each input except the first.
         tenant: The tenant's session, from which a separate session is created for each input.
         trace: The trace context.
-        asked: The requests, one for each input.
+        inputs: The inputs.
         room: Memory budget for the embeddings of all bodies.
         end_turn: Ends the body's turn. Called when an input waits for anything outside this router.
         limit_s: The time limit for all inputs, seconds.
-        dimensions: Number of elements that each embedding must have, or None for any.
 
     Attributes:
         record: The record of the first input. The response headers show its decision.
+        name: The request id.
+        model: Name of the model, or of its adapter, that computes the embeddings.
+        vectors: Embeddings as little-endian float32, by index. Empty until computed.
     """
 
     def __init__(
@@ -177,36 +199,35 @@ class _Run:
         name: str,
         tenant: TenantSession,
         trace: tuple[tuple[str, str], ...],
-        asked: Sequence[inference_pb2.GenerateRequest],
+        inputs: Inputs,
         room: BodyRoom,
         end_turn: Callable[[], None],
         limit_s: float,
-        dimensions: int | None,
     ) -> None:
         self.record = RequestRecord(name)
 
         self._pipeline = service.pipeline
         self._limits = service.config.limits
         self._max_queued = service.config.routing.queue.max_requests
-        self._model = asked[0].model or service.config.model
-        self._name = name
+        self.model = inputs.requests[0].model or service.config.model
+        self.name = name
         self._tenant = tenant
         self._trace = trace
         self._room = room
         self._end_turn = end_turn
         self._taken_bytes = 0
 
-        self._asked = asked
-        self._dimensions = dimensions
+        self._asked = inputs.requests
+        self._names = inputs.names
+        self._dimensions = inputs.dimensions
         self._limit_s = limit_s
         self._deadline = time.monotonic() + limit_s
-        self._waiting = deque(range(len(asked)))
+        self._waiting = deque(range(len(self._asked)))
         """Indices of the inputs that are still waiting for a worker."""
         self._num_running = 0
         self._failure: ServiceError | None = None
         """The error that makes all inputs fail, or None."""
-        self._vectors = [b""] * len(asked)
-        """Embeddings as little-endian float32, by index. Empty until computed."""
+        self.vectors = [b""] * len(self._asked)
         self._num_tokens = 0
         self._num_done = 0
         self._cached = Counter[str]()
@@ -254,18 +275,24 @@ class _Run:
         Each embedding is dropped once it is encoded, so call this method only once.
         """
         piece = bytearray(b'{"object":"list","data":[')
-        for index, vector in enumerate(self._vectors):
+        for index, vector in enumerate(self.vectors):
             piece += b"," if index else b""
             piece += _item(index, vector, is_base64=is_base64)
-            self._vectors[index] = b""
+            self.vectors[index] = b""
             if len(piece) >= PIECE_BYTES:
                 yield bytes(piece)
                 piece.clear()
 
+        rest = {"model": self.model, "usage": self.usage}
+        yield bytes(piece) + b"]," + msgspec.json.encode(rest)[1:]
+
+    @property
+    def usage(self) -> JSON:
+        """The token counts of all inputs."""
         usage: JSON = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
         if self._cached:
             usage["prompt_tokens_details"] = prompt_tokens_details(self._cached)
-        yield bytes(piece) + b"]," + msgspec.json.encode({"model": self._model, "usage": usage})[1:]
+        return usage
 
     def _max_parallel(self) -> int:
         """Return the maximum number of the body's inputs that may run or queue at a time.
@@ -321,7 +348,7 @@ class _Run:
             if not vector:
                 raise internal(call.record.request_id)
         except ServiceError as error:
-            _name_field(error, _name(index, len(self._asked)))
+            _name_field(error, self._names[index])
             raise
         finally:
             self._num_running -= 1
@@ -330,7 +357,7 @@ class _Run:
         if self._dimensions not in (None, size):
             raise invalid_value("dimensions", self._dimensions, f"{size}, as the model has them")
         self._take_room(len(vector))
-        self._vectors[index] = vector
+        self.vectors[index] = vector
         self._num_done += 1
 
     def _take_room(self, size: int) -> None:
@@ -348,10 +375,11 @@ class _Run:
         count = len(self._asked)
         most = max(1, MAX_VECTOR_BYTES // size)
         if count > most:
+            field = self._names[-1].partition("[")[0]
             raise invalid(
-                "input",
-                f"input has {count} inputs, and their vectors of {size} bytes would have more than "
-                f"{MAX_VECTOR_BYTES >> 20} MiB; send at most {most} at a time",
+                field,
+                f"{field}: the vectors of {count} inputs, with {size} bytes each, would have more "
+                f"than {MAX_VECTOR_BYTES >> 20} MiB; send at most {most} inputs at a time",
             )
         if not self._room.take(count * size, self._tenant.name):
             raise vectors_full()
@@ -359,7 +387,7 @@ class _Run:
 
     def _call(self, index: int) -> Call:
         suffix = f"-{index}" if index else ""
-        record = RequestRecord(self._name[: MAX_REQUEST_ID_BYTES - len(suffix)] + suffix)
+        record = RequestRecord(self.name[: MAX_REQUEST_ID_BYTES - len(suffix)] + suffix)
         if not index:
             self.record = record
 
@@ -398,11 +426,21 @@ def _name_field(error: ServiceError, name: str) -> None:
             error.message = name + error.message.removeprefix("prompt")
 
 
-def _parsed(
-    data: Body,
-) -> tuple[EmbeddingsRequest, list[inference_pb2.GenerateRequest], tuple[str, ...]]:
+def parse_embeddings(data: Body) -> Inputs:
+    """Parse the body of a request to /v1/embeddings.
+
+    Raises:
+        ServiceError: The body is invalid. The error names the field.
+    """
     body, ignored = parse_fields(_BODY, data.take())
-    return body, _requests(body), ignored
+    asked = _requests(body)
+    names = [_name(i, len(asked)) for i in range(len(asked))]
+    is_base64 = body.encoding_format == "base64"
+
+    async def answer(run: EmbeddingRun, writer: Writer) -> None:
+        await writer.in_pieces(run.pieces(is_base64=is_base64))
+
+    return Inputs(asked, names, answer, ignored, body.dimensions)
 
 
 def _requests(body: EmbeddingsRequest) -> list[inference_pb2.GenerateRequest]:
@@ -424,14 +462,19 @@ def _requests(body: EmbeddingsRequest) -> list[inference_pb2.GenerateRequest]:
     return [_request(body, item, _name(i, len(inputs))) for i, item in enumerate(inputs)]
 
 
+def embedding_request(model: str | None, cache_salt: str | None) -> inference_pb2.GenerateRequest:
+    """Return a request for an embedding, without its input."""
+    return inference_pb2.GenerateRequest(
+        model=utf8("model", model or ""),
+        cache_salt=utf8("cache_salt", cache_salt or ""),
+        embed=True,
+    )
+
+
 def _request(
     body: EmbeddingsRequest, item: str | int | Sequence[int], field: str
 ) -> inference_pb2.GenerateRequest:
-    request = inference_pb2.GenerateRequest(
-        model=utf8("model", body.model or ""),
-        cache_salt=utf8("cache_salt", body.cache_salt or ""),
-        embed=True,
-    )
+    request = embedding_request(body.model, body.cache_salt)
     if isinstance(item, str):
         request.text = utf8(field, item)
     elif isinstance(item, int):
