@@ -35,6 +35,7 @@ TENANTS = "tenants"
 CASCADE = "a cascade"
 KEPT = "answers kept by key"
 LOST_ENGINE = "an engine lost in an answer"
+FILES = "stored files"
 OPERATOR_PODS = 'namespace=~"$namespace",pod=~"$pod"'
 
 
@@ -493,6 +494,55 @@ OPTIONS = Row(
         ),
     ],
 )
+FILES_AND_BATCHES = Row(
+    "Files and batches",
+    [
+        Panel(
+            "Room for files",
+            "Share of the store that is used, by bytes and by number of files. When it is full, "
+            "uploads get 507 and batches wait. Above the line an alert fires.",
+            "percentunit",
+            [
+                ratio(
+                    "bytes",
+                    f"max(ullage_router_file_bytes{{{SERVICE}}})",
+                    f"max(ullage_router_file_bytes_limit{{{SERVICE}}})",
+                    needs=FILES,
+                ),
+                ratio(
+                    "files",
+                    f"max(ullage_router_files{{{SERVICE}}})",
+                    f"max(ullage_router_files_limit{{{SERVICE}}})",
+                    needs=FILES,
+                ),
+            ],
+            lines=(0.9,),
+            most=1,
+        ),
+        Panel(
+            "Batches",
+            "Batches that are known, by status.",
+            "none",
+            [gauge("ullage_router_batches", "status", needs=FILES)],
+        ),
+        Panel(
+            "Requests of batches",
+            "Requests that wait for their answer, or are being answered.",
+            "none",
+            [gauge("ullage_router_batch_requests", "state", needs=FILES)],
+        ),
+        Panel(
+            "Speed of batches",
+            "Requests that got an answer (completed) or an error (failed), and requests sent. Many "
+            "more are sent than ended if the service refuses them.",
+            "reqps",
+            [
+                rate("ullage_router_batch_requests_ended_total", "state", needs=FILES),
+                rate("ullage_router_batch_requests_sent_total", needs=FILES),
+            ],
+        ),
+    ],
+)
 PROCESS = Row(
     "Process",
     [
@@ -538,7 +588,7 @@ ROUTER = Dashboard(
     "Ullage / Router",
     "What routers decide and why, where requests wait, and how they see their engines.",
     [NAMESPACE, LLMSERVICE],
-    [ADMISSION, PLACEMENT, CONNECTIONS, OPTIONS, PROCESS],
+    [ADMISSION, PLACEMENT, CONNECTIONS, OPTIONS, FILES_AND_BATCHES, PROCESS],
 )
 
 RECONCILE = "ullage_operator_reconcile_seconds"

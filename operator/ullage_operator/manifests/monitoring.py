@@ -41,6 +41,7 @@ REFUSED_RATE = 0.1
 REFUSED_SHARE = 0.05
 """Fraction of refused requests above which an alert fires, if `REFUSED_RATE` is exceeded, too."""
 QUEUE_SHARE = 0.8
+FILES_SHARE = 0.9
 """Fraction of the queue's limits above which the queue counts as nearly full."""
 READING_SPEED = 4.0
 SLOW_STREAMS = 0.05
@@ -140,7 +141,7 @@ def rule_groups(service: Service, settings: Settings) -> list[Rule]:
     name = f"ullage-{service.namespace}-{service.name}"
     parts = (
         *(slo_alerts, budget_alerts, router_alerts),
-        *(connection_alerts, load_alerts, engine_alerts, device_alerts),
+        *(connection_alerts, file_alerts, load_alerts, engine_alerts, device_alerts),
     )
     rules = [alert_rule(alert, service, settings) for part in parts for alert in part(service)]
     return [
@@ -384,6 +385,32 @@ def connection_alerts(service: Service) -> list[Alert]:
             "critical",
             "A certificate has expired, or its newest files cannot be used.",
             "The previous certificate stays in use until it expires.",
+        ),
+    ]
+
+
+def file_alerts(service: Service) -> list[Alert]:
+    """Return the alerts for the store of files, which have no series where files are off."""
+    of_routers = routers(service)
+    shares = [
+        f"max(ullage_router_{used}{{{of_routers}}}) / max(ullage_router_{limit}{{{of_routers}}})"
+        for used, limit in (("file_bytes", "file_bytes_limit"), ("files", "files_limit"))
+    ]
+    return [
+        Alert(
+            "UllageFileStoreFull",
+            " or ".join(f"{share} > {FILES_SHARE}" for share in shares),
+            "warning",
+            f"The store of files is more than {FILES_SHARE:.0%} full.",
+            "Soon uploads get 507, and batches wait for room. router.files has the limits.",
+            "10m",
+        ),
+        Alert(
+            "UllageFileStoreClosed",
+            f"max(ullage_router_file_store_open{{{of_routers}}}) < 1",
+            "critical",
+            "The folder of files cannot be used.",
+            "Files and batches get 503. The disk fails, or another router has the folder.",
         ),
     ]
 

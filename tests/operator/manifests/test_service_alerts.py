@@ -226,6 +226,21 @@ CASES = [
         [{"pod": "demo-router-6c9f8d7b5-x2x4z"}],
     ),
     Case(
+        "UllageFileStoreFull",
+        [
+            series("ullage_router_file_bytes", "95x30 80x60"),
+            series("ullage_router_file_bytes_limit", "100x90"),
+        ],
+    ),
+    Case(
+        "UllageFileStoreFull",
+        [
+            series("ullage_router_files", "95x30 80x60"),
+            series("ullage_router_files_limit", "100x90"),
+        ],
+    ),
+    Case("UllageFileStoreClosed", [series("ullage_router_file_store_open", "0x30 1x60")]),
+    Case(
         "UllageEnginesUneven",
         [
             series("ullage_requests_running", "20x40 10x60", pod="demo-single-0"),
