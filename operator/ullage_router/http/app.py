@@ -54,6 +54,7 @@ Page = Callable[[Request], object]
 JSON_TYPE = (b"content-type", b"application/json")
 MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
+INPUT_TOKENS = RESPONSES + "/input_tokens"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
 _SUBTREES = (MODELS + "/", RESPONSES + "/", FILES + "/", BATCHES + "/")
@@ -116,7 +117,8 @@ class App:
         await reply.whole(HTTPStatus.OK, [JSON_TYPE], self._description)
 
     def _endpoint(self, request: Request) -> Endpoint:
-        methods = self._routes.get(_route(without_slash(request.path)))
+        path = without_slash(request.path)
+        methods = self._routes.get(path) or self._routes.get(_route(path))
         if methods is None:
             raise unknown_path(request.path, see=MODELS)
         if endpoint := methods.get(request.method):
@@ -241,6 +243,9 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
         "/v1/rerank": {"POST": rerank},
         "/v2/rerank": {"POST": rerank},
         RESPONSES: {"POST": GenerateEndpoint(service, responses.dialect(service, store))},
+        INPUT_TOKENS: {
+            "POST": GenerateEndpoint(service, responses.counting_dialect(service, store))
+        },
         RESPONSES + "/": _get(stored.read) | {"DELETE": stored.delete},
         FILES: _get(files.list) | {"POST": files.create},
         FILES + "/": _get(files.read) | {"DELETE": files.delete},

@@ -361,6 +361,16 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
             headers=_GENERATE_HEADERS,
         )
     },
+    "/v1/responses/input_tokens": {
+        "POST": Operation(
+            "input_tokens",
+            "Count the tokens of a conversation of items.",
+            responses.InputTokens,
+            body=ResponsesRequest,
+            errors=WITH_KEY | WITH_BODY | GENERATING,
+            headers=("x-request-id", client_timeout.HEADER),
+        )
+    },
     "/v1/responses/{name}": {
         **_get(
             Operation("response", "Return a stored response.", responses.Response, errors=WITH_KEY)

@@ -20,8 +20,9 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router import errors
 from ullage_router.http import openapi
 from ullage_router.http.anthropic import answers as messages_answers
-from ullage_router.http.anthropic.answer import CountAnswer, MessagesAnswer
+from ullage_router.http.anthropic.answer import MessagesAnswer
 from ullage_router.http.anthropic.endpoint import PING
+from ullage_router.http.anthropic.errors import ERRORS as MESSAGES_ERRORS
 from ullage_router.http.anthropic.errors import error_body, error_event
 from ullage_router.http.anthropic.schemas import (
     CountTokensRequest,
@@ -30,6 +31,7 @@ from ullage_router.http.anthropic.schemas import (
 )
 from ullage_router.http.openai import answers, decoding
 from ullage_router.http.openai.embeddings import EmbeddingsRequest
+from ullage_router.http.openai.endpoint import CountAnswer
 from ullage_router.http.openai.errors import envelope
 from ullage_router.http.openai.responses import (
     ChatFormat,
@@ -47,6 +49,7 @@ from ullage_router.http.openai.schemas import (
 from ullage_router.http.openai.scores import RerankRequest, ScoreRequest
 from ullage_router.http.responses import answers as responses_answers
 from ullage_router.http.responses.answer import ResponsesAnswer
+from ullage_router.http.responses.endpoint import COUNTED
 from ullage_router.http.responses.errors import ERRORS as RESPONSES_ERRORS
 from ullage_router.http.responses.requests import read_request
 from ullage_router.http.responses.schemas import ResponsesRequest, ResponsesTool
@@ -329,6 +332,8 @@ def response_examples() -> Iterator[tuple[Any, Any]]:
     data += answer.of(inference_pb2.GenerateResponse(finished=FINISHED))
     data += answer.failed(errors.no_engine()) + RESPONSES_ERRORS.event(errors.no_engine())
     yield responses_answers.Response, answer.whole(ACCEPTED)
+    counted = CountAnswer(RESPONSES_ERRORS, COUNTED).whole(ACCEPTED)
+    yield responses_answers.InputTokens, counted
     yield from events(responses_answers.EVENTS, data)
 
 
@@ -340,7 +345,7 @@ def message_examples() -> Iterator[tuple[Any, Any]]:
         data += answer.of(inference_pb2.GenerateResponse(delta=delta))
     data += answer.of(inference_pb2.GenerateResponse(finished=FINISHED))
     yield messages_answers.MessageAnswer, answer.whole(ACCEPTED)
-    yield messages_answers.TokenCount, CountAnswer().whole(ACCEPTED)
+    yield messages_answers.TokenCount, CountAnswer(MESSAGES_ERRORS).whole(ACCEPTED)
     yield messages_answers.MessagesError, msgspec.json.decode(error_body(errors.no_engine()))
     yield from events(messages_answers.EVENTS, data + PING + error_event(errors.no_engine()))
 

@@ -505,6 +505,30 @@ def test_text_after_a_call_is_a_message(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_tokens_are_counted_as_the_response_counts_them(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(template=HERMES, **STORING) as service:
+            count = service.openai.responses.input_tokens.count
+            asked: dict[str, Any] = {"model": "tiny", "instructions": "Be kind.", "input": "Hi"}
+            first = await service.openai.responses.create(**asked)
+            for more in ({}, {"tools": [WEATHER]}, {"previous_response_id": first.id}):
+                counted = await count(**asked, **more)
+                sent = len(service.engine.requests)
+                response = await service.openai.responses.create(**asked, **more)
+                assert counted.object == "response.input_tokens"
+                assert counted.input_tokens == response.usage.input_tokens
+                assert len(service.engine.requests) == sent + 1, "counting asks no engine"
+
+            wrong = {"model": "tiny", "input": [{"role": "bird", "content": "Hi"}]}
+            answer = await service.http.post("/v1/responses/input_tokens/", json=wrong)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "input[0].role"
+            assert (await service.http.get("/v1/responses/input_tokens")).status_code == 405
+            assert (await service.http.get(f"/v1/responses/{first.id}")).status_code == 200
+
+    asyncio.run(scenario())
+
+
 def test_the_store_is_bounded_in_bytes_and_time() -> None:
     now = 0.0
     section = ResponsesSection(enabled=True, ttl=10.0, max_bytes=10 * OVERHEAD_BYTES)

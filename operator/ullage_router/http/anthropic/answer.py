@@ -181,29 +181,6 @@ class MessagesAnswer:
         }
 
 
-class CountAnswer:
-    """Writes the answer of /v1/messages/count_tokens, which is never a stream."""
-
-    def opening(self, accepted: inference_pb2.Accepted) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def of(self, event: inference_pb2.GenerateResponse) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def failed(self, error: ServiceError) -> bytes:
-        """Return the event that ends a stream with an error."""
-        return error_event(error)
-
-    def collect(self, event: inference_pb2.GenerateResponse) -> None:
-        """Do nothing, since nothing is generated."""
-
-    def whole(self, accepted: inference_pb2.Accepted) -> JSON:
-        """Return the number of the prompt's tokens."""
-        return {"input_tokens": accepted.prompt_tokens}
-
-
 def _usage(counted: inference_pb2.Usage) -> JSON:
     """Return Anthropic's usage object, whose input tokens are those that were not cached."""
     return {

@@ -4,10 +4,10 @@ import functools
 from collections.abc import Mapping
 
 from ullage_router.http.anthropic import requests
-from ullage_router.http.anthropic.answer import CountAnswer, MessagesAnswer
+from ullage_router.http.anthropic.answer import MessagesAnswer
 from ullage_router.http.anthropic.errors import ERRORS
 from ullage_router.http.messages import Body, Headers
-from ullage_router.http.openai.endpoint import Dialect, Parsed, bearer
+from ullage_router.http.openai.endpoint import CountAnswer, Dialect, Parsed, bearer
 from ullage_router.http.openai.errors import sse_event
 from ullage_router.telemetry.record import RequestRecord
 from ullage_router.tenants.session import TenantSession
@@ -32,7 +32,7 @@ def _parse_count(body: Body, _: TenantSession) -> Parsed:
     return Parsed(
         [requests.from_count(asked)],
         is_streamed=False,
-        answer=lambda _: CountAnswer(),
+        answer=lambda _: CountAnswer(ERRORS),
         ignored=ignored,
         counts_only=True,
     )

@@ -78,6 +78,38 @@ class Answer(Protocol):
         """Return the body of the complete response."""
 
 
+class CountAnswer:
+    """Writes the number of a prompt's tokens, which is never a stream.
+
+    Args:
+        errors: The API's format of errors.
+        more: Fields of the response in addition to the number.
+    """
+
+    def __init__(self, errors: ErrorFormat, more: Mapping[str, object] | None = None) -> None:
+        self._errors = errors
+        self._more = dict(more or {})
+
+    def opening(self, accepted: inference_pb2.Accepted) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def of(self, event: inference_pb2.GenerateResponse) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def failed(self, error: ServiceError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return self._errors.event(error)
+
+    def collect(self, event: inference_pb2.GenerateResponse) -> None:
+        """Do nothing, since nothing is generated."""
+
+    def whole(self, accepted: inference_pb2.Accepted) -> JSON:
+        """Return the number of the prompt's tokens."""
+        return self._more | {"input_tokens": accepted.prompt_tokens}
+
+
 class Style(NamedTuple):
     """Options of the response that are not part of the request."""
 

@@ -138,6 +138,13 @@ class Response(Answer, frozen=True, kw_only=True):
     frequency_penalty: float
 
 
+class InputTokens(Answer, frozen=True, kw_only=True):
+    """The number of tokens of a request."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedResponse(Answer, frozen=True, kw_only=True):
     """The answer to a request that deletes a stored response."""
 

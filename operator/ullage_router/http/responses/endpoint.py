@@ -1,6 +1,7 @@
 """Serves /v1/responses, and the stored responses below it."""
 
 import functools
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -9,7 +10,12 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import unknown_response
 from ullage_router.http.messages import Body, Reply, Request, without_slash
-from ullage_router.http.openai.endpoint import Dialect, Parsed, sampling_defaults
+from ullage_router.http.openai.endpoint import (
+    CountAnswer,
+    Dialect,
+    Parsed,
+    sampling_defaults,
+)
 from ullage_router.http.responses.answer import ResponsesAnswer
 from ullage_router.http.responses.errors import ERRORS
 from ullage_router.http.responses.requests import SAMPLING, Asked, read_request
@@ -19,6 +25,8 @@ from ullage_router.server.service import RouterService
 from ullage_router.tenants.session import TenantSession
 from ullage_router.tokenizer.model import Model
 
+COUNTED: Mapping[str, object] = {"object": "response.input_tokens"}
+"""Fields of the response that counts tokens, in addition to their number."""
 _JSON_TYPE = (b"content-type", b"application/json")
 
 
@@ -31,6 +39,21 @@ def dialect(service: RouterService, store: ResponseStore) -> Dialect:
     """
     return Dialect(
         functools.partial(_parse, service, store),
+        ERRORS,
+        takes_files=True,
+        more_bytes=functools.partial(_stored_bytes, store) if store.is_enabled else None,
+    )
+
+
+def counting_dialect(service: RouterService, store: ResponseStore) -> Dialect:
+    """Return the dialect of the endpoint that counts the tokens of a request.
+
+    Args:
+        service: Provides the configuration.
+        store: Has the responses that requests continue.
+    """
+    return Dialect(
+        functools.partial(_parse_count, service, store),
         ERRORS,
         takes_files=True,
         more_bytes=functools.partial(_stored_bytes, store) if store.is_enabled else None,
@@ -62,10 +85,7 @@ def _stored_bytes(store: ResponseStore, body: Body, tenant: TenantSession) -> in
 def _parse(
     service: RouterService, store: ResponseStore, body: Body, tenant: TenantSession
 ) -> Parsed:
-    drops_turns = "shrinkContext" in service.config.routing.ladder
-    asked = read_request(
-        body.take(), tenant.name, store, drops_turns=drops_turns, documents=body.documents
-    )
+    asked = _read(service, store, body, tenant)
     model = service.engines.model
     defaults = SAMPLING | (sampling_defaults(model) if model else {})
     sampling = {
@@ -83,6 +103,26 @@ def _parse(
         prompt_cache_key=asked.prompt_cache_key,
         ignored=asked.ignored,
         kept_bytes=asked.kept_bytes,
+    )
+
+
+def _parse_count(
+    service: RouterService, store: ResponseStore, body: Body, tenant: TenantSession
+) -> Parsed:
+    asked = _read(service, store, body, tenant)
+    return Parsed(
+        [asked.request],
+        is_streamed=False,
+        answer=lambda _: CountAnswer(ERRORS, COUNTED),
+        ignored=asked.ignored,
+        counts_only=True,
+    )
+
+
+def _read(service: RouterService, store: ResponseStore, body: Body, tenant: TenantSession) -> Asked:
+    drops_turns = "shrinkContext" in service.config.routing.ladder
+    return read_request(
+        body.take(), tenant.name, store, drops_turns=drops_turns, documents=body.documents
     )
 
 
