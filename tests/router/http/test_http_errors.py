@@ -321,9 +321,41 @@ def test_what_asks_for_nothing_is_ignored(start_service: "StartService") -> None
                 "stop": None,
                 "guided_json": None,
                 "skip_special_tokens": True,
+                "truncation_side": "left",
+                "thinking_token_budget": None,
+                "logprob_token_ids": [],
+                "watermarking": False,
+                "early_stopping": False,
+                "vllm_xargs": {},
             }
             answer = await service.chat(**neutral)
             assert answer.status_code == 200, answer.text
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("truncation_side", "right"),
+        ("thinking_token_budget", 0),
+        ("logprob_token_ids", [1]),
+        ("repetition_detection", {"max_pattern_size": 4}),
+        ("watermarking", True),
+        ("early_stopping", True),
+        ("vllm_xargs", {"a": 1}),
+    ],
+)
+def test_fields_of_vllm_that_would_change_the_answer_are_refused(
+    start_service: "StartService", field: str, value: Any
+) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            for answer in (
+                await service.chat(**{field: value}),
+                await service.complete(**{field: value}),
+            ):
+                assert f"{field} is" in refused(answer, 400, field)["message"]
 
     asyncio.run(scenario())
 

@@ -29,6 +29,16 @@ SAME: list[tuple[dict[str, Any], str, Any]] = [
     ({"structured_outputs": {"json": True}}, "json_schema", True),
     ({"structured_outputs": {"regex": "[ab]+"}}, "regex", "[ab]+"),
     ({"structured_outputs": {"choice": ["x", "y z"]}}, "choice", ["x", "y z"]),
+    (
+        {"structured_outputs": {"regex": "a", "structural_tag": None, "whitespace_pattern": None}},
+        "regex",
+        "a",
+    ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        "json_schema",
+        SCHEMA,
+    ),
     ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark", 'start: "a"'),
 ]
 
@@ -59,6 +69,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({FORMAT: JSON_SCHEMA, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
     ({"guided_regex": "a"}, "guided_regex"),
+    *(
+        ({"structured_outputs": {"json": SCHEMA, name: value}}, f"structured_outputs.{name}")
+        for name, value in (
+            ("structural_tag", "{}"),
+            ("whitespace_pattern", " ?"),
+            ("disable_additional_properties", True),
+        )
+    ),
     ({FORMAT: JSON_SCHEMA, "ignore_eos": True}, "ignore_eos"),
     ({FORMAT: JSON_SCHEMA, "use_beam_search": True, "best_of": 2}, FORMAT),
     ({"structured_outputs": {"regex": "a" * 70_000}}, FORMAT),

@@ -282,6 +282,25 @@ def test_reasoning_comes_apart_from_the_text(start_service: "StartService") -> N
     asyncio.run(scenario())
 
 
+def test_reasoning_can_be_left_out(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(template=THINK) as service:
+            says(service, "Hm", "m.\n</th", "ink>", "\n\n", "Hi", "!")
+            chat = service.openai.chat.completions
+            hidden: Any = {**ASK, "extra_body": {"include_reasoning": False}}
+            answer = await chat.create(**hidden)
+            message = answer.choices[0].message
+            assert (message.content, message.model_extra) == ("Hi!", {})
+            assert answer.usage.completion_tokens_details.reasoning_tokens == 3
+
+            stream = await chat.create(**hidden, stream=True)
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+            assert not any(delta.model_extra for delta in deltas)
+            assert "".join(delta.content or "" for delta in deltas) == "Hi!"
+
+    asyncio.run(scenario())
+
+
 def test_a_grammar_and_stop_strings_hold_after_the_reasoning(
     start_service: "StartService",
 ) -> None:

@@ -124,6 +124,8 @@ class Style(NamedTuple):
     """Names of the tools whose input is text instead of JSON."""
     is_echo_only: bool = False
     """Whether the answer is the echoed prompt alone."""
+    hides_reasoning: bool = False
+    """Whether the model's reasoning is left out."""
 
     @property
     def is_long(self) -> bool:
@@ -216,8 +218,10 @@ def _parse_chat(body: Body, _: TenantSession) -> Parsed:
     chat, ignored = requests.parse_chat(body.take())
     asked = requests.from_chat(chat, body.documents)
     parsed = _parsed(chat, [asked], _chat_answer, ignored)
-    custom_tools = as_functions(chat.tools)[1]
-    return parsed._replace(style=parsed.style._replace(custom_tools=custom_tools))
+    style = parsed.style._replace(
+        custom_tools=as_functions(chat.tools)[1], hides_reasoning=chat.include_reasoning is False
+    )
+    return parsed._replace(style=style)
 
 
 def _parse_completion(body: Body, _: TenantSession) -> Parsed:
@@ -526,6 +530,7 @@ class GenerateEndpoint:
             prompt_logprobs=style.prompt_logprobs,
             echo_logprobs=style.echo_logprobs,
             is_echo_only=style.is_echo_only,
+            hides_reasoning=style.hides_reasoning,
             custom_tools=style.custom_tools,
             n=num_answers(request.samples) * num_prompts,
             samples=num_answers(request.samples),

@@ -40,6 +40,12 @@ _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SCHEMA = re.compile(r"\s*(\{|true\b|false\b)")
 """Matches the beginning of a JSON Schema, which is an object or a boolean."""
 _FORMATS = "text, json_object, json_schema"
+_UNSUPPORTED_FORMS = {
+    "structural_tag": "null; a grammar can say the same",
+    "whitespace_pattern": "null; JSON is always compact",
+    "disable_additional_properties": "false; set additionalProperties: false in the schema",
+}
+"""Fields of `structured_outputs` that are refused, with the remedy."""
 
 
 MAX_PROMPTS = 128
@@ -233,6 +239,9 @@ def _grammar(common: Common) -> Grammar | None:
         return None
 
     asked = common.structured_outputs or StructuredOutputs()
+    for name, remedy in _UNSUPPORTED_FORMS.items():
+        if value := getattr(asked, name):
+            raise invalid_value(f"structured_outputs.{name}", f"{value!r:.60}", remedy)
     forms: dict[str, Callable[[], Grammar | None]] = {
         "response_format": lambda: _from_format(common.response_format),
         "structured_outputs.json": lambda: _from_schema("structured_outputs.json", asked.json),

@@ -63,6 +63,8 @@ class ResponseOptions(msgspec.Struct, frozen=True):
     """Number of alternatives of echoed tokens, or None if the echo has no log-probabilities."""
     is_echo_only: bool = False
     """Whether the answer is the echoed prompt alone, without the token generated behind it."""
+    hides_reasoning: bool = False
+    """Whether the model's reasoning is left out."""
     custom_tools: frozenset[str] = frozenset()
     """Names of the tools whose input is text instead of JSON."""
     samples: int = 1

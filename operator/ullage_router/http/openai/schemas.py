@@ -204,6 +204,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     choice: Choice | None = None
     grammar: str | None = None
     """A grammar in llguidance's dialect of Lark."""
+    structural_tag: object = None
+    whitespace_pattern: object = None
+    disable_additional_properties: object = None
+    disable_any_whitespace: bool | None = None
+    """This field has no effect, because JSON is always compact."""
 
 
 class Refusing(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +241,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         "function_call": ("none", "auto"),
         "spaces_between_special_tokens": (True,),
         "modalities": (["text"],),
+        "truncation_side": ("left",),
     }
     """Values, by field, that have no effect and are therefore accepted, in addition to null.
 
@@ -257,6 +263,14 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: object = None
     documents: object = None
     prompt_embeds: object = None
+    truncation_side: object = None
+    """The side that `truncate_prompt_tokens` cuts off. Only the beginning is ever cut off."""
+    thinking_token_budget: object = None
+    logprob_token_ids: object = None
+    repetition_detection: object = None
+    watermarking: object = None
+    early_stopping: object = None
+    vllm_xargs: object = None
 
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
@@ -369,6 +383,8 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     echo: bool | None = None
+    include_reasoning: bool | None = None
+    """Whether the answer has the model's reasoning. By default it has."""
 
 
 class CompletionRequest(Common, frozen=True, kw_only=True):

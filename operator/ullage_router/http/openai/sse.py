@@ -37,6 +37,7 @@ class ChunkedAnswer:
         self._parts = [Collected() for _ in range(options.n)]
         self._finished = Finished()
         self._is_echo_only = options.is_echo_only
+        self._hides_reasoning = options.hides_reasoning
         self._is_plain = not (options.logprobs or options.token_ids or options.continuous_usage)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """For each choice, the bytes before and after the text in a chunk that has only text."""
@@ -47,8 +48,7 @@ class ChunkedAnswer:
 
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
         """Return the bytes to send for an event of the answer (empty if the event has no chunk)."""
-        if self._is_echo_only:
-            event = _echo_only(event)
+        event = self._shown(event)
         match event.WhichOneof("event"):
             case "finished":
                 closing = _events(self._form.closing(event.finished))
@@ -64,8 +64,7 @@ class ChunkedAnswer:
 
     def collect(self, event: inference_pb2.GenerateResponse) -> None:
         """Add an event to the complete response."""
-        if self._is_echo_only:
-            event = _echo_only(event)
+        event = self._shown(event)
         match event.WhichOneof("event"):
             case "finished":
                 self._finished = event.finished
@@ -77,6 +76,12 @@ class ChunkedAnswer:
     def whole(self, accepted: inference_pb2.Accepted) -> JSON:
         """Return the body of the complete response."""
         return self._form.whole(accepted, self._parts, self._finished)
+
+    def _shown(self, event: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
+        """Return the part of an event that the client wants to see."""
+        if self._is_echo_only:
+            return _echo_only(event)
+        return _without_reasoning(event) if self._hides_reasoning else event
 
     def _piece(self, delta: inference_pb2.Delta) -> bytes:
         if not self._is_plain or not delta.text or delta.reasoning or delta.tool_calls:
@@ -90,6 +95,18 @@ class ChunkedAnswer:
         example = self._form.piece(inference_pb2.Delta(text=_MARK, sample=sample))
         before, _, after = _events(example).partition(_encode(_MARK))
         return before, after
+
+
+def _without_reasoning(
+    event: inference_pb2.GenerateResponse,
+) -> inference_pb2.GenerateResponse:
+    """Return an event without the text of reasoning. Its tokens still count."""
+    if not event.delta.reasoning:
+        return event
+    own = inference_pb2.GenerateResponse()
+    own.CopyFrom(event)  # other clients may share the event
+    own.delta.reasoning = ""
+    return own
 
 
 def _echo_only(event: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
