@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -81,6 +82,55 @@ def test_parameters_of_each_prompt(llm: LLM) -> None:
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", " Paris")
     assert [len(each.token_ids) for each in outputs[2].outputs] == [4, 4, 4]
     assert outputs[3].outputs[0].text in ("yes", "no")
+
+
+def test_prompts_are_scored_as_answers_are(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=2, logprobs=0)
+    [output] = llm.generate(["The capital of France is"], params, use_tqdm=False)
+    scored = output.prompt_logprobs
+    assert scored is not None
+    assert scored[0] is None
+    assert output.prompt_token_ids is not None
+    for token, entry in zip(output.prompt_token_ids[1:], scored[1:], strict=True):
+        assert entry is not None
+        assert 2 <= len(entry) <= 3
+        assert sorted(entry.values(), key=lambda each: each.rank or 0)[0].rank == 1
+        assert entry[token].logprob <= 0
+
+    # The answer's tokens have the same numbers where they are a prompt.
+    answer = output.outputs[0]
+    whole = [*output.prompt_token_ids, *answer.token_ids]
+    scores = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    [again] = llm.generate([whole], scores, use_tqdm=False)
+    assert again.prompt_logprobs is not None
+    assert answer.logprobs is not None
+    behind = again.prompt_logprobs[len(output.prompt_token_ids) :]
+    for token, of_answer, of_prompt in zip(answer.token_ids, answer.logprobs, behind, strict=True):
+        assert of_prompt is not None
+        assert of_prompt[token].logprob == pytest.approx(of_answer[token].logprob, abs=1e-3)
+
+
+def test_bad_words_are_not_in_answers(llm: LLM) -> None:
+    prompts = ["The capital of France is"] * 2
+    params = [GREEDY, SamplingParams(temperature=0, max_tokens=12, bad_words=["Paris"])]
+    plain, without = (
+        each.outputs[0].text for each in llm.generate(prompts, params, use_tqdm=False)
+    )
+    assert "Paris" in plain
+    assert "Paris" not in without
+    with pytest.raises(ValueError, match="bad_words"):
+        llm.generate("x", SamplingParams(bad_words=[" "]), use_tqdm=False)
+
+
+def test_secrets_reach_the_service(tmp_path: Path) -> None:
+    """With tickets required, engines answer nobody but holders of the key."""
+    folder = tmp_path / "tickets"
+    folder.mkdir()
+    (folder / "key").write_bytes(b"k" * 64)
+    spec = SMALL["spec"] | {"tickets": {"secretName": "tickets", "required": True}}
+    with LLM(SOURCE, secrets=str(tmp_path), **(SMALL | {"spec": spec})) as model:
+        [output] = model.generate("The capital of France is", GREEDY, use_tqdm=False)
+    assert output.outputs[0].text.startswith(" Paris")
 
 
 def test_chat(llm: LLM) -> None:

@@ -235,7 +235,7 @@ def cosines(queries: Sequence[bytes], documents: Sequence[bytes]) -> Iterator[fl
         yield sum(map(mul, query, vector)) / max(length * size, _SMALLEST)
 
 
-def _normed(data: bytes) -> tuple[array[float], float]:
+def _normed(data: bytes) -> "tuple[array[float], float]":
     """Return a vector, and its length."""
     vector = array("f", data)
     if sys.byteorder == "big":
