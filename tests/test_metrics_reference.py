@@ -29,7 +29,7 @@ BOUNDED = (
     | {"tier", "method", "step", "side", "trial", "what", "le", "tenant", "kind", "limit", "pool"}
     | {"priority", "direction", "rank", "stage", "tensor_rank", "device", "first_layer", "status"}
     | {"backend", "result", "finished_reason", "block_size", "num_gpu_blocks"}
-    | {"gpu", "uuid", "xid", "error"}
+    | {"gpu", "uuid", "xid", "error", "state"}
 )
 """Labels whose values are few, whoever asks what."""
 

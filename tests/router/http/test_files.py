@@ -68,7 +68,7 @@ def test_metrics_count_files_and_their_bytes(start_service: "StartService", tmp_
             assert await service.metrics("ullage_router_file_store_open") == {
                 "ullage_router_file_store_open": 1.0
             }
-            assert list((await service.metrics(*limits)).values()) == [9000.0, 7.0]
+            assert await service.metrics(*limits) == dict(zip(limits, (7.0, 9000.0), strict=True))
             assert set((await service.metrics(*counted)).values()) == {0.0}
 
             file = await service.openai.files.create(file=("a.md", b"12345"), purpose="user_data")

@@ -133,7 +133,6 @@ def test_wrong_bodies_name_their_field(
             assert answer.status_code == 400, answer.text
             error = answer.json()["error"]
             assert error["param"].startswith(param), error
-            assert param.partition("[")[0] in error["message"], error
 
     asyncio.run(scenario())
 

@@ -379,7 +379,7 @@ class EmbeddingRun:
             raise invalid(
                 field,
                 f"{field}: the vectors of {count} inputs, with {size} bytes each, would have more "
-                f"than {MAX_VECTOR_BYTES >> 20} MiB; send at most {most} inputs at a time",
+                f"than {MAX_VECTOR_BYTES >> 20} MiB; send at most {most} at a time",
             )
         if not self._room.take(count * size, self._tenant.name):
             raise vectors_full()

@@ -204,9 +204,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     choice: Choice | None = None
     grammar: str | None = None
     """A grammar in llguidance's dialect of Lark."""
-    structural_tag: object = None
-    whitespace_pattern: object = None
-    disable_additional_properties: object = None
+    structural_tag: str | dict[str, object] | None = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
     disable_any_whitespace: bool | None = None
     """This field has no effect, because JSON is always compact."""
 
