@@ -37,6 +37,8 @@ class Level(msgspec.Struct, frozen=True):
     """Median of the responses' mean time per output token, excluding the first token."""
     e2e_p50: float
     e2e_p95: float
+    engines: Sequence[str] = ()
+    """Names of the engines that completed responses (empty if the server does not state them)."""
 
     @property
     def power(self) -> float:
@@ -98,6 +100,7 @@ def measure(load: float, answers: Sequence[ChatAnswer], ends_at: float) -> Level
         token_p50=quantile(token_s, 0.5),
         e2e_p50=quantile([answer.seconds for answer in whole], 0.5),
         e2e_p95=quantile([answer.seconds for answer in whole], 0.95),
+        engines=sorted({answer.engine for answer in whole if answer.engine}),
     )
 
 
@@ -140,7 +143,7 @@ def engines_for(rate: float, level: Level, num_engines: int) -> int:
     Args:
         rate: requests per second.
         level: the measured level of a service.
-        num_engines: number of engines that the service had in the measurement.
+        num_engines: number of engines that served this level.
     """
     per_engine = level.requests_per_s / num_engines
     # A rate that is an exact multiple must not need one engine more because of rounding.
@@ -161,7 +164,7 @@ def cost_of(level: Level, price_per_hour: float, num_engines: int) -> ServingCos
     Args:
         level: the measured level of a service.
         price_per_hour: price per hour of one engine, including its devices.
-        num_engines: number of engines that the service had in the measurement.
+        num_engines: number of engines that served this level.
     """
     per_s = price_per_hour * num_engines / 3600
     return ServingCost(

@@ -26,6 +26,21 @@ class Shape:
     prefix_tokens: int = 0
     """Number of tokens at the start of each prompt that are the same in all requests."""
 
+    @property
+    def request_tokens(self) -> int:
+        """Return the tokens of a single request, with its prefix and its response."""
+        return self.prefix_tokens + self.turn_tokens
+
+    @property
+    def conversation_tokens(self) -> int:
+        """Return the tokens of a conversation's last request, which has all turns before it."""
+        return self.prefix_tokens + TURNS * self.turn_tokens
+
+    @property
+    def turn_tokens(self) -> int:
+        """Return the tokens by which a turn lengthens its conversation."""
+        return self.input_tokens + self.output_tokens
+
 
 class Sender:
     """Sends requests of one shape.
@@ -53,14 +68,15 @@ class Sender:
     async def conversation(self) -> Sequence[ChatAnswer]:
         """Send the turns of a conversation, each with its history, and return the responses.
 
-        The conversation ends early if a response is incomplete.
+        The conversation ends early if a response is incomplete, or if the next turn might not fit
+        in the context.
         """
         answers: list[ChatAnswer] = []
         messages: list[dict[str, str]] = []
         for _ in range(TURNS):
             messages.append(self._turn())
             answers.append(await self._chat(messages))
-            if not answers[-1].is_whole:
+            if not answers[-1].is_whole or self._next_turn_ends_at(answers) > self._target.usable:
                 break
             messages.append({"role": "assistant", "content": answers[-1].text or "-"})
         return answers
@@ -71,6 +87,16 @@ class Sender:
         return await self._target.client.chat(
             self._target.model, messages, self._shape.output_tokens, ignore_eos=True
         )
+
+    def _next_turn_ends_at(self, answers: Sequence[ChatAnswer]) -> int:
+        """Return the context that a conversation's next turn needs, in tokens.
+
+        The server counts the tokens of the turns so far. A response may have more tokens as part of
+        a prompt than it had when it was generated.
+        """
+        last = answers[-1].prompt_tokens
+        growth = last - answers[-2].prompt_tokens if len(answers) > 1 else 0
+        return last + max(growth, self._shape.turn_tokens) + self._shape.output_tokens
 
     def _turn(self) -> dict[str, str]:
         prompt = self._target.prompt(next(self._numbers), self._shape.input_tokens)

@@ -27,6 +27,7 @@ class Report(msgspec.Struct, frozen=True):
     output_tokens: int
     prefix_tokens: int
     num_engines: int
+    """Number of engines that the figures of the knee are divided by."""
     levels: Sequence[Level]
     objectives: Objectives
     knee: Level | None
@@ -37,6 +38,8 @@ class Report(msgspec.Struct, frozen=True):
     engines: int | None = None
     """Number of engines that `rate` needs, or None if no rate was given."""
     regressions: Sequence[str] = ()
+    engines_from: str = ""
+    """Sentence that says where `num_engines` comes from (empty in reports of version 0.2.0)."""
 
 
 def head() -> str:
@@ -78,12 +81,15 @@ def conclusions(report: Report) -> Sequence[str]:
         f"{level.tokens_per_s:.1f} tokens/s, TTFT p95 {_time(level.ttft_p95)}"
     ]
     if report.engines is not None:
-        lines.append(f"{report.rate:g} requests/s need {report.engines} engines")
+        plural = "" if report.engines == 1 else "s"
+        lines.append(f"{report.rate:g} requests/s need {report.engines} engine{plural}")
     if report.cost is not None:
         lines.append(
             f"a request costs {report.cost.per_request:.6g}, a million output tokens "
             f"{report.cost.per_million_tokens:.4g}"
         )
+    if (report.engines is not None or report.cost is not None) and report.engines_from:
+        lines.append(report.engines_from)
     lines += [f"worse than the baseline: {each}" for each in report.regressions]
     return lines
 

@@ -12,7 +12,7 @@ import msgspec
 
 from ullage_bench import report as reports
 from ullage_bench.levels import Level, Objectives, cost_of, engines_for, knee, regressions
-from ullage_bench.load import LOOPS, Sender, Shape, sweep
+from ullage_bench.load import LOOPS, TURNS, Sender, Shape, sweep
 from ullage_bench.report import Report
 from ullage_cli.server_url import add_report_files, add_target, server_url, write_reports
 from ullage_operator.api.errors import LocalFailure
@@ -69,7 +69,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--ttft", type=seconds, default=math.inf, help="limit of its p95, seconds")
     parser.add_argument("--e2e", type=seconds, default=math.inf, help="limit of its p95, seconds")
     parser.add_argument("--rate", type=rate, help="wanted requests/s: how many engines?")
-    parser.add_argument("--engines", type=count, help="engines of the server (default: it says)")
+    parser.add_argument(
+        "--engines", type=engines, metavar="N", help="that serve (default: those that answer)"
+    )
     parser.add_argument("--price", type=rate, help="price of one engine's hour: what is a request?")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="an earlier --json")
     parser.add_argument(
@@ -92,6 +94,14 @@ def seconds(text: str) -> float:
     number = float(text)
     if not 0 < number <= 24 * 3600:
         raise argparse.ArgumentTypeError(f"{text} s; use more than 0 and at most a day")
+    return number
+
+
+def engines(text: str) -> int:
+    """Parse a number of engines for argparse, whose errors show this function's name."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
     return number
 
 
@@ -146,22 +156,18 @@ async def _bench(url: str, baseline: Report | None, options: argparse.Namespace)
     async with OpenAIClient(url, key) as client:
         target = await describe(client, options.model, options.context)
         shape = Shape(options.input_tokens, max(1, options.output_tokens), options.prefix_tokens)
-        longest = shape.prefix_tokens + shape.input_tokens + shape.output_tokens
-        if longest > target.usable:
-            raise TargetError(
-                f"requests of {longest} tokens do not fit the context of {target.context}; lower "
-                "--input-tokens or --prefix-tokens"
-            )
+        _check_fits(shape, target, options.mode)
         print(f"{client.url}: {target.model}, {shape.input_tokens} in, {shape.output_tokens} out")
 
         tried = options.loads or await _loads(target, shape, options)
         print(reports.head(), flush=True)
         sender = Sender(target, shape, seed=1)
         levels = await sweep(LOOPS[options.mode], sender, tried, options.seconds, _show)
-        num_engines = options.engines or await _num_engines(target)
 
-    objectives = Objectives(options.ttft, options.e2e)
-    best = knee(levels, objectives)
+        objectives = Objectives(options.ttft, options.e2e)
+        best = knee(levels, objectives)
+        num_engines, engines_from = await _engines(target, best, options.engines)
+
     report = Report(
         url=url,
         model=target.model,
@@ -173,6 +179,7 @@ async def _bench(url: str, baseline: Report | None, options: argparse.Namespace)
         levels=levels,
         objectives=objectives,
         knee=best,
+        engines_from=engines_from,
     )
     return _with_conclusions(report, baseline, options)
 
@@ -192,9 +199,9 @@ def _with_conclusions(
         _check_same_test(report, baseline)
         worse = regressions(best, baseline.knee, options.tolerance / PERCENT)
     cost = cost_of(best, options.price, report.num_engines) if options.price else None
-    engines = engines_for(options.rate, best, report.num_engines) if options.rate else None
+    wanted = engines_for(options.rate, best, report.num_engines) if options.rate else None
     return msgspec.structs.replace(
-        report, cost=cost, rate=options.rate, engines=engines, regressions=worse
+        report, cost=cost, rate=options.rate, engines=wanted, regressions=worse
     )
 
 
@@ -226,13 +233,47 @@ async def _loads(target: Target, shape: Shape, options: argparse.Namespace) -> S
     return [round(share * probe.requests_per_s, 3) for share in OPEN_SHARES]
 
 
-async def _num_engines(target: Target) -> int:
-    """Return how many ready engines serve ordinary requests (1 if the server reports none)."""
-    engines = (await target.stats()).get("engines", ())
-    ready = [engine for engine in engines if engine.get("state") == "ready"]
-    # Ordinary requests do not reach the pool for large ones.
-    ordinary = [engine for engine in ready if engine.get("route") == "single"]
-    return max(1, len(ordinary or ready))
+def _check_fits(shape: Shape, target: Target, mode: str) -> None:
+    """Check that the longest request fits in the context of the server.
+
+    Raises:
+        TargetError: it does not.
+    """
+    if mode == "conversations":
+        longest = shape.conversation_tokens
+        subject = f"conversations of {TURNS} turns"
+        remedy = "lower --input-tokens, --output-tokens or --prefix-tokens"
+    else:
+        longest = shape.request_tokens
+        subject = "requests"
+        remedy = "lower --input-tokens or --prefix-tokens"
+    if longest > target.usable:
+        raise TargetError(
+            f"{subject} of {longest} tokens do not fit the context of {target.context}; {remedy}"
+        )
+
+
+async def _engines(target: Target, level: Level | None, given: int | None) -> tuple[int, str]:
+    """Return how many engines served a load level, and a sentence that says how they were counted.
+
+    Args:
+        target: the server.
+        level: the load level, or None if no level meets the objectives.
+        given: number of engines that the user states, or None.
+    """
+    if given:
+        return given, f"engines: {given}, as --engines says"
+
+    answering = level.engines if level else ()
+    if answering:
+        names = ", ".join(answering)
+        return len(answering), f"engines: {len(answering)} that answered at the knee ({names})"
+
+    reported = (await target.stats()).get("engines", ())
+    ready = sum(engine.get("state") == "ready" for engine in reported)
+    if ready:
+        return ready, f"engines: all {ready} that are ready; the answers do not name theirs"
+    return 1, "engines: 1 is assumed, because the server names none; give --engines"
 
 
 def _show(level: Level) -> None:

@@ -59,6 +59,8 @@ class ChatAnswer:
     """Longest time between two events with text, or between the last one and the failure."""
     body: Document = field(default_factory=dict)
     """Parsed body of a response that is not a stream."""
+    engine: str = ""
+    """Name of the engine that answered, which Ullage states (empty if unknown)."""
 
     @property
     def text(self) -> str:
@@ -212,6 +214,7 @@ class OpenAIClient:
                     _read_body(await response.json(), answer)
         except TimeoutError:
             since = answer.last_at or answer.began_at
+                answer.engine = response.headers.get("x-ullage-engine", "")
             answer.longest_gap_s = max(answer.longest_gap_s, time.monotonic() - since)
             answer.error = f"silent for {time.monotonic() - since:.0f} s"
         except (aiohttp.ClientError, ConnectionError, ValueError) as error:

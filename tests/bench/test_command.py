@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,51 @@ def test_reports(fake_server: Fake, tmp_path: Path, capsys: pytest.CaptureFixtur
     again = reports.read((tmp_path / "json").read_bytes())
     assert again.objectives == Objectives()
     assert json.loads(reports.as_json(again)) == document
+
+
+@pytest.mark.parametrize(
+    ("arguments", "behaviour", "line"),
+    [
+        (
+            [],
+            {"names_engines": ("single-0", "large-0")},
+            "engines: 2 that answered at the knee (large-0, single-0)",
+        ),
+        (
+            [],
+            {"names_engines": ("single-0",)},
+            "engines: 1 that answered at the knee (single-0)",
+        ),
+        ([], {}, "engines: all 2 that are ready; the answers do not name theirs"),
+        (
+            [],
+            {"serves_stats": False},
+            "engines: 1 is assumed, because the server names none; give --engines",
+        ),
+        (["--engines", "3"], {"names_engines": ("a", "b")}, "engines: 3, as --engines says"),
+    ],
+)
+def test_only_engines_that_served_count(
+    fake_server: Fake,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    behaviour: dict[str, Any],
+    line: str,
+) -> None:
+    path = tmp_path / "report.json"
+    more = ["--loads", "2", "--price", "1", "--rate", "1000", "--json", str(path), *arguments]
+    assert bench(fake_server, "URL", *BRIEF, *more, **behaviour) == 0
+    assert line in capsys.readouterr().out.splitlines()
+
+    report = reports.read(path.read_bytes())
+    assert report.knee
+    assert report.cost
+    count = int("".join(filter(str.isdigit, line.partition(" (")[0])))
+    assert report.num_engines == count
+    assert report.engines == math.ceil(1000 * count / report.knee.requests_per_s)
+    per_request = count / 3600 / report.knee.requests_per_s
+    assert report.cost.per_request == pytest.approx(per_request)
 
 
 def test_a_worse_run_than_the_baseline_is_status_1(
@@ -119,6 +165,11 @@ def test_refusals_have_no_knee(fake_server: Fake, capsys: pytest.CaptureFixture[
         (["http://127.0.0.1:9"], "Cannot connect to host"),
         (["chat"], "'chat' is not a URL"),
         (["URL", "--input-tokens", "590"], "do not fit the context of 600; lower"),
+        (
+            ["URL", "--mode", "conversations", "--input-tokens", "110", "--output-tokens", "40"],
+            "conversations of 4 turns of 600 tokens do not fit the context of 600; lower "
+            "--input-tokens, --output-tokens or --prefix-tokens",
+        ),
         (["URL", "--baseline", "/nonexistent"], "--baseline /nonexistent: No such file"),
         (["URL", "--baseline", __file__], "not a report of ullage bench"),
     ],
@@ -130,7 +181,9 @@ def test_errors_are_status_2(
     assert error in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--loads=4,2", "--loads=0", "--seconds=0", "--price=-1"])
+@pytest.mark.parametrize(
+    "option", ["--loads=4,2", "--loads=0", "--seconds=0", "--price=-1", "--engines=0"]
+)
 def test_wrong_options(option: str) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "http://127.0.0.1:9", option])
@@ -149,6 +202,20 @@ def test_every_prompt_is_new_and_has_the_shared_beginning(fake_server: Fake) -> 
             sizes = [answer.prompt_tokens for answer in turns]
             assert len(turns) == 4
             assert sizes == sorted(set(sizes))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("context", "num_turns"), [(120, 2), (150, 3), (190, 4)])
+def test_a_conversation_ends_before_it_exceeds_the_context(
+    fake_server: Fake, context: int, num_turns: int
+) -> None:
+    async def scenario() -> None:
+        async with fake_server() as server, OpenAIClient(server.url) as client:
+            target = await describe(client, context=context)
+            turns = await Sender(target, Shape(30, 4)).conversation()
+            assert [turn.outcome for turn in turns] == ["200"] * num_turns
+            assert turns[-1].prompt_tokens + 4 <= target.usable
 
     asyncio.run(scenario())
 

@@ -67,6 +67,8 @@ class Behaviour:
     """What /health is: "true", "always 200", or "absent"."""
     ignores_departures: bool = False
     """Whether answers are computed to their end for clients that are gone."""
+    names_engines: tuple[str, ...] = ()
+    """Engines that take turns in answering, named as Ullage names them."""
 
 
 @dataclass
@@ -224,7 +226,10 @@ class FakeServer:
             }
             return web.json_response({"choices": [choice], "usage": usage})
 
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        headers = {"content-type": "text/event-stream"}
+        if names := behaviour.names_engines:
+            headers["x-ullage-engine"] = names[self.requests % len(names)]
+        response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         for word in words:
             if self.is_dead or self.is_hurt:
