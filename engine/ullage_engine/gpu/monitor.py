@@ -28,7 +28,7 @@ class MonitorTimes:
     links_every_s: float = 10.0
     """Interval between samples that include NVLink counters.
 
-    Reading these counters takes one driver call per link and error kind.
+    Reading these counters takes a driver call per link and error kind, and one for all fields.
     """
     silent_s: float = 10.0
     """Seconds without a response after which the driver is considered hung."""

@@ -26,6 +26,21 @@ THROTTLE_REASONS: Mapping[str, int] = {
 NVLINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
 """Kinds of NVLink errors, in the order of NVML's constants."""
 
+NVLINK_ERROR_FIELDS: Mapping[int, str] = {
+    161: "replay",  # NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY
+    162: "recovery",  # NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY
+    163: "crc",  # NVML_FI_DEV_NVLINK_ERROR_DL_CRC
+    215: "recovery",  # NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS, of Blackwell
+}
+"""NVML's field ids that count a link's errors on Hopper and later, and the kinds of errors.
+
+On these GPUs `nvmlDeviceGetNvLinkErrorCounter` returns nothing or zero, and on earlier GPUs these
+fields do. Blackwell has dropped the first three.
+"""
+
+_VALUE_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+"""Fields of NVML's union of values, in the order of its constants for types."""
+
 
 class NvmlUnavailableError(Exception):
     """The driver is missing, or no GPU is available to this engine. The message is one line."""
@@ -121,6 +136,22 @@ class Nvml:
                 if error.value not in self.not_offered:
                     errors[self.name_of(error)] += 1
                     return None
+        return None
+
+    def field_value(self, errors: Counter[str], value: Any) -> float | None:
+        """Return the number in a result of nvmlDeviceGetFieldValues, or None if there is none.
+
+        Args:
+            errors: counter of failures. A field that the driver does not provide is not counted as
+                a failure.
+            value: one of the results, each of which has a status of its own.
+        """
+        status = value.nvmlReturn
+        if status == self.module.NVML_SUCCESS and value.valueType < len(_VALUE_TYPES):
+            number: float = getattr(value.value, _VALUE_TYPES[value.valueType])
+            return number
+        if status != self.module.NVML_SUCCESS and status not in self.not_offered:
+            errors[self.name_of(self.module.NVMLError(status))] += 1
         return None
 
     def gpus(self, environment: Mapping[str, str], limit: int) -> list["Gpu"]:
@@ -308,10 +339,28 @@ class Gpu:
         states = self._link_states()
         active = [link for link, is_active in enumerate(states) if is_active]
         self._num_links = len(active) if states else None
+        totals = self._link_error_fields(active)
         for kind, name in enumerate(NVLINK_ERRORS):
             counts = [self._ask("nvmlDeviceGetNvLinkErrorCounter", n, kind) for n in active]
-            if said := [count for count in counts if count is not None]:
-                self._nvlink_errors[name] = sum(said)
+            if given := [count for count in counts if count is not None]:
+                totals.append((name, sum(given)))
+
+        # A GPU that lacks a counter may report zero for it.
+        self._nvlink_errors |= {
+            name: max(total for each, total in totals if each == name) for name, _ in totals
+        }
+
+    def _link_error_fields(self, links: list[int]) -> list[tuple[str, int]]:
+        """Return the kind and the total over all links of each field that the driver fills."""
+        if not links:
+            return []
+        asked = [(field, link) for field in NVLINK_ERROR_FIELDS for link in links]
+        totals: dict[int, int] = {}
+        for value in self._ask("nvmlDeviceGetFieldValues", asked) or ():
+            count = self._nvml.field_value(self._failed, value)
+            if count is not None:
+                totals[value.fieldId] = totals.get(value.fieldId, 0) + int(count)
+        return [(NVLINK_ERROR_FIELDS[field], total) for field, total in totals.items()]
 
     def _link_states(self) -> list[int]:
         """Return the state of each NVLink of the GPU."""

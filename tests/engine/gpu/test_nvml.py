@@ -95,6 +95,50 @@ def test_everything_comes_in_base_units_and_what_a_gpu_lacks_is_none(gpus: FakeN
     assert (second["power_watts"], second["failed_calls"]) == (None, {"GpuIsLost": 1})
 
 
+@pytest.mark.parametrize(
+    ("driver", "errors"),
+    [
+        # Hopper: fields of each link, and old counters that are empty.
+        (
+            {"field.161": 5, "field.161.1": 6, "field.162": 1, "field.163": 0},
+            {"replay": 16, "recovery": 3, "crc": 0},
+        ),
+        (
+            {"field.161": 5, "field.162": 1, "nvmlDeviceGetNvLinkErrorCounter": 3},
+            {"replay": 15, "recovery": 3},
+        ),
+        ({"field.161": 5, "field_type": 1}, {"replay": 15, "recovery": 0}),
+        ({"field.161": 5, "field_type": 0}, {"replay": 15, "recovery": 0}),
+        # Blackwell counts recoveries, and nothing else that is here.
+        ({"field.215": 2, "nvmlDeviceGetNvLinkErrorCounter": 3}, {"recovery": 6}),
+        # Ampere: fields that are absent or zero, and old counters.
+        ({"nvlink_replays": 4}, {"replay": 12, "recovery": 0}),
+        ({"nvlink_replays": 4, "field.161": 0}, {"replay": 12, "recovery": 0}),
+        # A driver without the function.
+        ({"nvlink_replays": 4, "nvmlDeviceGetFieldValues": 13}, {"replay": 12, "recovery": 0}),
+    ],
+)
+def test_link_errors_are_read_from_the_counters_that_a_gpu_has(
+    gpus: FakeNvml, driver: dict[str, int], errors: dict[str, int]
+) -> None:
+    gpus.set({"gpus": 1, "nvlinks": 4, "nvlink_down": 2} | driver)
+    [sample] = ask(gpus, None)
+    assert (sample["nvlink_errors"], sample["failed_calls"]) == (errors, {})
+
+
+def test_a_field_that_fails_is_counted(gpus: FakeNvml) -> None:
+    gpus.set({"gpus": 1, "nvlinks": 2, "field.161": 1, "field.162.status": 15})
+    [sample] = ask(gpus, None)
+    assert sample["nvlink_errors"] == {"replay": 2, "recovery": 0}
+    assert sample["failed_calls"] == {"GpuIsLost": 2}
+
+
+def test_a_gpu_without_links_has_no_link_errors(gpus: FakeNvml) -> None:
+    gpus.set({"gpus": 1, "field.161": 9})
+    [sample] = ask(gpus, None)
+    assert (sample["nvlinks_active"], sample["nvlink_errors"]) == (None, {})
+
+
 def test_only_gpus_that_cuda_sees_are_asked(gpus: FakeNvml) -> None:
     chosen = ["2,0,1", "GPU-00000001", "1,7,0", "MIG-00000002-aaaa,1"]
     found: dict[object, list[object]] = {}

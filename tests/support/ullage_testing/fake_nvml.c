@@ -7,6 +7,9 @@
  *   hang.nvmlDeviceGetPowerUsage 1   the call does not return while this is so
  *   xid 79, xid_number 1             an event is sent when its number changes
  *   mig 1                            every GPU is one MIG device, which knows its memory alone
+ *   field.161 7, field.161.3 9       value of a field, of all links and of link 3; without it the field
+ *                                    is not supported, and field.161.status is a status of its own
+ *   field_type 1                     type of all values of fields, by NVML's number
  *   processes 2, process.1.pid 7, process.1.bytes 4096
  *                                    processes of a GPU; one without bytes has an unknown number,
  *                                    and one without an id is the process that asks
@@ -203,6 +206,33 @@ int nvmlDeviceGetNvLinkErrorCounter(device handle, uint link, uint kind, ull *co
     PHYSICAL(handle);
     if (kind > 1) return NOT_SUPPORTED; /* as Hopper says of CRC errors */
     *count = value_of(handle, kind ? "nvlink_recoveries" : "nvlink_replays", 0);
+    return OK;
+}
+
+struct field_value {
+    uint field, scope;
+    long long timestamp, latency;
+    uint type;
+    int status;
+    union { double number; uint small; ull large; } value;
+};
+
+int nvmlDeviceGetFieldValues(device handle, int count, struct field_value *values) {
+    PHYSICAL(handle);
+    for (struct field_value *value = values; value < values + count; value++) {
+        char key[64];
+        snprintf(key, sizeof key, "field.%u", value->field);
+        ull number = value_of(handle, key, ~0ull);
+        snprintf(key, sizeof key, "field.%u.%u", value->field, value->scope);
+        number = value_of(handle, key, number);
+        snprintf(key, sizeof key, "field.%u.status", value->field);
+        value->status = (int)value_of(handle, key, number == ~0ull ? NOT_SUPPORTED : OK);
+        value->type = (uint)number_of("field_type", 3);
+        value->value.large = ~0ull; /* what lies beyond a narrow value means nothing */
+        if (value->type == 0) value->value.number = (double)number;
+        else if (value->type == 1) value->value.small = (uint)number;
+        else value->value.large = number;
+    }
     return OK;
 }
 
