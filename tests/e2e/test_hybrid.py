@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from ullage_testing.otlp import OtlpReceiver
 
 if TYPE_CHECKING:
     Service = Any
@@ -19,11 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. " * 16
 RANK = "ullage_engine.worker.rank_process"
 RESTART_S = 60.0
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4737"
+SPANS = {"chat smollm2-135m", "decide", "engine", "generate", "queue", "prefill", "decode"}
 
 
 @pytest.fixture(scope="module")
 def hybrid(
-    start_service: Callable[[Path], "Service"], tmp_path_factory: pytest.TempPathFactory
+    start_service: Callable[[Path], "Service"],
+    tmp_path_factory: pytest.TempPathFactory,
+    collector: OtlpReceiver,
 ) -> "Service":
     """examples/hybrid.yaml in float32, so that texts can be compared."""
     document = yaml.safe_load((ROOT / "examples" / "hybrid.yaml").read_text())
@@ -31,6 +36,8 @@ def hybrid(
     document["spec"]["routing"]["largeRequestTokens"] = 200
     document["spec"]["limits"]["requestTimeout"] = "300s"  # of a machine with other work
     document["spec"]["slo"] = {"ttftP95": "300s", "e2eP95": "600s"}
+    tracing = {"endpoint": collector.grpc_endpoint, "samplePercent": 0}
+    document["spec"]["observability"] = {"tracing": tracing}
     path = tmp_path_factory.mktemp("hybrid") / "hybrid.yaml"
     path.write_text(yaml.safe_dump(document))
     return start_service(path)
@@ -74,6 +81,42 @@ def ranks_of(service: "Service") -> set[psutil.Process]:
             if RANK in process.cmdline():
                 ranks.add(process)
     return ranks
+
+
+def test_a_trace_names_the_route_of_the_group_and_its_engine(
+    hybrid: "Service", collector: OtlpReceiver
+) -> None:
+    body = {
+        "model": "smollm2-135m",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 4,
+    }
+    answer = httpx.post(
+        f"{hybrid.http_url}/v1/chat/completions",
+        json=body,
+        headers={"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"},
+        timeout=300,
+        trust_env=False,
+    )
+    assert answer.status_code == 200, answer.text
+    engine = answer.headers["x-ullage-engine"]
+
+    spans = collector.wait(
+        lambda spans: {span.name for span in spans if span.trace_id == TRACE} >= SPANS
+    )
+    own = {span.name: span for span in spans if span.trace_id == TRACE}
+    root = own["chat smollm2-135m"].attributes
+    assert (root["route"], root["ullage.pool"], root["ullage.engine"]) == (
+        "tp2pp2",
+        "large",
+        engine,
+    )
+    for name in ("generate", "queue", "prefill", "decode"):
+        assert (own[name].service, own[name].instance) == ("ullage-engine", engine)
+    assert sum(name == "chunk" for name, _ in own["prefill"].events) >= 1
+
+    stats = httpx.get(f"{hybrid.http_url}/stats", trust_env=False).json()
+    assert TRACE in {record["trace_id"] for record in stats["latest"]}
 
 
 def test_a_large_answer_survives_the_death_of_one_of_four_ranks(hybrid: "Service") -> None:

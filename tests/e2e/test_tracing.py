@@ -23,6 +23,59 @@ EVENTS = ("received", "admitted", "first_chunk", "first_token", "finished")
 """Events of log lines. An acceptance at once has no line: it is in the timeline of the last."""
 
 
+LARGE = "7" + TRACE[1:]
+LARGE_PROMPT = "The harbour keeps a ledger of every ship, its cargo and its debts. " * 150
+
+
+def test_a_large_request_is_a_trace_of_the_large_pool(
+    service: "Service", collector: "OtlpReceiver"
+) -> None:
+    body = {
+        "model": "smollm2-135m",
+        "messages": [{"role": "user", "content": LARGE_PROMPT}],
+        "max_tokens": 4,
+    }
+    answer = httpx.post(
+        f"{service.http_url}/v1/chat/completions",
+        json=body,
+        headers={"traceparent": f"00-{LARGE}-00f067aa0ba902b7-01", "x-request-id": "harbour"},
+        timeout=300,
+        trust_env=False,
+    )
+    assert answer.status_code == 200, answer.text
+    engine = answer.headers["x-ullage-engine"]
+    assert answer.json()["usage"]["prompt_tokens"] > 2000
+
+    spans = collector.wait(
+        lambda spans: {span.name for span in spans if span.trace_id == LARGE} >= NAMES
+    )
+    own = {span.name: span for span in spans if span.trace_id == LARGE}
+    root = own["chat smollm2-135m"]
+    assert (root.attributes["admission_action"], root.attributes["route"]) == ("route4", "large")
+    for span in (root, own["engine"]):
+        assert (span.attributes["ullage.pool"], span.attributes["ullage.engine"]) == (
+            "large",
+            engine,
+        )
+
+    assert own["engine"].parent_id == root.span_id
+    assert own["generate"].parent_id == own["engine"].span_id
+    for name in ("queue", "prefill", "decode"):
+        span = own[name]
+        assert (span.service, span.instance, span.parent_id) == (
+            "ullage-engine",
+            engine,
+            own["generate"].span_id,
+        )
+    chunks = [fields["tokens"] for name, fields in own["prefill"].events if name == "chunk"]
+    assert len(chunks) > 1
+    assert sum(chunks) <= own["generate"].attributes["gen_ai.usage.input_tokens"]
+
+    stats = httpx.get(f"{service.http_url}/stats", trust_env=False).json()
+    [record] = [each for each in stats["latest"] if each["request_id"] == "harbour"]
+    assert (record["trace_id"], record["route"]) == (LARGE, "large")
+
+
 def test_a_request_is_one_trace_through_all_processes(
     service: "Service", collector: "OtlpReceiver"
 ) -> None:

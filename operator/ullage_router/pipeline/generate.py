@@ -168,7 +168,11 @@ class EngineSender:
         request = _engine_request(call, reservation, progress)
         call.record.note("sent", engine=engine.id)
         if call.span and call.span.is_recording:
-            attributes = {"ullage.engine": engine.id, "server.address": engine.address}
+            attributes = {
+                "ullage.pool": engine.pool,
+                "ullage.engine": engine.id,
+                "server.address": engine.address,
+            }
             span = call.span.child("engine", kind="client", attributes=attributes)
 
         try:

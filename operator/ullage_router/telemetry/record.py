@@ -61,8 +61,8 @@ class RequestRecord:
 
     The HTTP and gRPC servers create the record. Every pipeline stage may add to the timeline.
     `Generation` writes `finish` at the answer's last event. The HTTP server names a body's unknown
-    fields in `ignored`. Only `RequestPipeline` writes the other fields, when the answer starts and
-    when the request has ended.
+    fields in `ignored`. `begin_span` writes `trace_id`. Only `RequestPipeline` writes the other
+    fields, when the answer starts and when the request has ended.
     """
 
     request_id: str
@@ -95,6 +95,8 @@ class RequestRecord:
     timeline: list[Moment] = field(default_factory=list)
     """Timeline entries, oldest first."""
     ended: float | None = None
+    trace_id: str = ""
+    """Id of the request's trace, in hexadecimal (empty if the request is not traced)."""
 
     def note(self, event: str, seconds: float = 0.0, **fields: object) -> None:
         """Add an event, or a step that ends at the current time, to the timeline.
@@ -128,6 +130,7 @@ class RequestRecord:
         speed = self.tokens_per_second
         return {
             "request_id": self.request_id,
+            "trace_id": self.trace_id,
             "tenant": self.tenant,
             "arrived": self.arrived_unix,
             "prompt_tokens": decision.prompt_tokens,

@@ -42,7 +42,7 @@ def begin_span(
     parent: Sequence[tuple[str, str]],
     request: inference_pb2.GenerateRequest | None = None,
 ) -> Span:
-    """Start a request's span, backdated to the request's arrival.
+    """Start a request's span, backdated to the request's arrival, and record its trace's id.
 
     Args:
         parent: the client's trace context. If it is empty, the span starts a new trace.
@@ -50,6 +50,7 @@ def begin_span(
     """
     span = tracer.span("request", parent=parent, kind="server", start_unix_s=record.arrived_unix)
     if span.is_recording:
+        record.trace_id = span.trace_id
         span.set({tracing.REQUEST_ID: record.request_id, tracing.PROVIDER: PROVIDER})
         if request is not None:
             span.set(_asked(request))
@@ -117,6 +118,7 @@ def _outcome(record: RequestRecord) -> dict[str, Value]:
             "reason": decision.reason,
             "needed_bytes": decision.predicted_bytes,
             "available_bytes": decision.available_bytes,
+            "ullage.pool": decision.pool or None,
             "ullage.engine": decision.engine or None,
             "ullage.degraded": list(decision.degraded) or None,
             "ullage.trail": list(decision.trail) or None,

@@ -98,6 +98,11 @@ class Span:
         return bool(self._span.is_recording())
 
     @property
+    def trace_id(self) -> str:
+        """The trace's id, as in a `traceparent` header."""
+        return f"{self._span.get_span_context().trace_id:032x}"
+
+    @property
     def traceparent(self) -> str:
         """The W3C `traceparent` header that makes this span the parent of another span."""
         context = self._span.get_span_context()

@@ -59,6 +59,9 @@ def test_a_request_is_one_trace_from_the_client_to_the_engine(
         assert root.attributes["ullage.request_id"] == "one"
         assert root.attributes["admission_action"] == "accept"
         assert root.attributes["route"] == "single"
+        for span in (root, engine):
+            assert span.attributes["ullage.pool"] == "single"
+            assert span.attributes["ullage.engine"] == answer.headers["x-ullage-engine"]
         assert root.attributes["needed_bytes"] <= root.attributes["available_bytes"]
         assert not root.is_error
         assert all(each.parent_id == root.span_id for each in own.values() if each is not root)
@@ -80,6 +83,9 @@ def test_a_request_is_one_trace_from_the_client_to_the_engine(
         assert line["event"] == "finished"
         timeline = next(each["timeline"] for each in latest if each["request_id"] == "one")
         assert line["timeline"] == timeline
+        assert line["trace_id"] == TRACE
+        ids = {each["request_id"]: each["trace_id"] for each in latest}
+        assert ids == {"one": TRACE, "two": two.trace_id}
         logged = timeline[1]
         assert {name: logged[name] for name in TAGS} == {name: decided[name] for name in TAGS}
         assert [each["event"] for each in timeline] == [

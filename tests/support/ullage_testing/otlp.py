@@ -29,6 +29,8 @@ class ReceivedSpan(NamedTuple):
     attributes: dict[str, Any]
     events: list[tuple[str, dict[str, Any]]]
     is_error: bool
+    instance: str = ""
+    """`service.instance.id` of the process."""
 
 
 class OtlpReceiver(rpc.TraceServiceServicer):
@@ -66,9 +68,9 @@ class OtlpReceiver(rpc.TraceServiceServicer):
     def take(self, request: Any) -> None:
         with self._has_more:
             for resource in request.resource_spans:
-                service = _attributes(resource.resource.attributes).get("service.name", "")
+                process = _attributes(resource.resource.attributes)
                 for scope in resource.scope_spans:
-                    self._spans += [_received(service, span) for span in scope.spans]
+                    self._spans += [_received(process, span) for span in scope.spans]
             self._has_more.notify_all()
 
     def wait(self, is_enough: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
@@ -102,9 +104,9 @@ def _handler(receiver: OtlpReceiver) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _received(service: str, span: Any) -> ReceivedSpan:
+def _received(process: dict[str, Any], span: Any) -> ReceivedSpan:
     return ReceivedSpan(
-        service,
+        process.get("service.name", ""),
         span.name,
         span.trace_id.hex(),
         span.span_id.hex(),
@@ -115,6 +117,7 @@ def _received(service: str, span: Any) -> ReceivedSpan:
         _attributes(span.attributes),
         [(event.name, _attributes(event.attributes)) for event in span.events],
         span.status.code == 2,
+        process.get("service.instance.id", ""),
     )
 
 
