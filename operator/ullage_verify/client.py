@@ -171,6 +171,7 @@ class OpenAIClient:
         messages: Messages,
         max_tokens: int,
         on_text: Callable[[ChatAnswer], Any] | None = None,
+        traceparent: str = "",
         **fields: Any,
     ) -> ChatAnswer:
         """Request a greedy chat completion as a stream, and read it to its end.
@@ -181,6 +182,7 @@ class OpenAIClient:
             max_tokens: maximum number of tokens in the response.
             on_text: called after each event with text. If it returns an awaitable, the client
                 awaits it before it reads on.
+            traceparent: W3C trace context that the server continues (empty for none).
             fields: further fields of the request, which take precedence over all others.
         """
         body = {
@@ -192,20 +194,27 @@ class OpenAIClient:
             "stream_options": {"include_usage": True},
             **fields,
         }
-        return await self.post("chat/completions", body, on_text)
+        return await self.post("chat/completions", body, on_text, traceparent)
 
     async def post(
-        self, path: str, body: Document, on_text: Callable[[ChatAnswer], Any] | None = None
+        self,
+        path: str,
+        body: Document,
+        on_text: Callable[[ChatAnswer], Any] | None = None,
+        traceparent: str = "",
     ) -> ChatAnswer:
         """Send a request to a path below /v1, and read the response to its end.
 
         If the server fails, no exception is raised. The returned answer describes the failure.
         """
         answer = ChatAnswer(time.monotonic())
+        headers = {"traceparent": traceparent} if traceparent else {}
+        url = f"{self.url}/v1/{path}"
         try:
-            async with self._http.post(f"{self.url}/v1/{path}", json=body) as response:
+            async with self._http.post(url, json=body, headers=headers) as response:
                 answer.status = response.status
                 answer.retry_after_s = _seconds(response.headers.get("retry-after"))
+                answer.engine = response.headers.get("x-ullage-engine", "")
                 if response.status != 200:
                     answer.error = (await response.text())[:MAX_ERROR_CHARS]
                 elif body.get("stream"):
@@ -214,7 +223,6 @@ class OpenAIClient:
                     _read_body(await response.json(), answer)
         except TimeoutError:
             since = answer.last_at or answer.began_at
-                answer.engine = response.headers.get("x-ullage-engine", "")
             answer.longest_gap_s = max(answer.longest_gap_s, time.monotonic() - since)
             answer.error = f"silent for {time.monotonic() - since:.0f} s"
         except (aiohttp.ClientError, ConnectionError, ValueError) as error:

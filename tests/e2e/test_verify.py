@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import yaml
+from ullage_testing.otlp import OtlpReceiver
 from ullage_testing.small_models import SOURCE, make_llama
 
 from ullage_engine.model_loader.source import resolve_source
@@ -27,9 +28,12 @@ TIMEOUT_S = 600
 
 @pytest.fixture(scope="module")
 def service(
-    start_service: Callable[[Path], "Service"], tmp_path_factory: pytest.TempPathFactory
+    start_service: Callable[[Path], "Service"],
+    tmp_path_factory: pytest.TempPathFactory,
+    collector: OtlpReceiver,
 ) -> "Service":
     """A service whose large pool holds two requests of 12,000 tokens, and not four."""
+    tracing = {"endpoint": collector.grpc_endpoint, "samplePercent": 0}
     folder = tmp_path_factory.mktemp("model")
     make_llama(
         folder,
@@ -67,6 +71,7 @@ def service(
             },
             "memory": {"deviceBytes": "1500Mi", "safetyReserve": "32Mi"},
             "slo": {"ttftP95": "60s", "e2eP95": "120s"},
+            "observability": {"tracing": tracing},
         },
     }
     path = tmp_path_factory.mktemp("manifest") / "small.yaml"
@@ -110,6 +115,7 @@ def test_everything(service: "Service", tmp_path: Path) -> None:
     names = {each["name"]: each for each in report["criteria"]}
     assert "4 x 12000 tokens at once, 1000 in each answer" in names
     assert names["/stats shows the route of large prompts"]["verdict"] == "passed"
+    assert names["/stats names the trace of each large prompt"]["verdict"] == "passed"
     skipped = {name for name, each in names.items() if each["verdict"] == "skipped"}
     assert skipped <= {
         "a long prompt to each adapter",

@@ -138,11 +138,20 @@ def test_oom_compares_no_words_of_a_server_that_does_not_repeat_itself(checked: 
         ({"large_route": "single"}, "/stats shows the route of large prompts"),
         ({"e2e_objective_s": 0.0001}, "p95 of large requests (objective 0.0001 s, its own)"),
         ({"large_tokens": 5}, "/stats shows the route of small prompts"),
+        ({"traces": "some"}, "/stats names the trace of each large prompt"),
         ({"fails_long_prompts_with": 503}, "large prompts are answered"),
     ],
 )
 def test_large(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
     assert name in failed(checked(probed(scenario("large"), **behaviour)))
+
+
+def test_large_needs_no_traces(checked: Checked) -> None:
+    criteria = checked(scenario("large"), traces="none")
+    [traces] = [each for each in criteria if "trace" in each.name]
+    assert traces.verdict == "skipped"
+    assert "the service exports no traces" in traces.seen
+    assert failed(criteria) == []
 
 
 @pytest.mark.parametrize(

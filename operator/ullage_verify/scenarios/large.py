@@ -1,6 +1,10 @@
-"""Checks that large requests are routed to a pool for large requests, as reported by /stats."""
+"""Checks that large requests are routed to a pool for large requests, as reported by /stats.
+
+Each request has a trace context, so that a server that exports traces states the trace in /stats.
+"""
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 
 from ullage_verify.client import ChatAnswer, Document
@@ -35,7 +39,8 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
     settings.progress(f"{NUM_REQUESTS} prompts of {threshold} tokens")
     tokens = min(threshold * 11 // 10, target.usable - ANSWER_TOKENS)
     objective = await target.objective(settings.e2e_s, "e2e_p95_s", DEFAULT_E2E_S)
-    large = await _ask_in_turn(target, tokens)
+    trace_ids = [secrets.token_hex(16) for _ in range(NUM_REQUESTS)]
+    large = await _ask_in_turn(target, tokens, trace_ids)
     small_tokens = min(200, threshold // 4)
     small = await asyncio.gather(
         *(_ask(target, 3_000 + number, small_tokens) for number in range(NUM_REQUESTS))
@@ -52,7 +57,8 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
 
     latest = (await target.stats())["latest"]
     records = [record for record in latest if record["status"] == 200][: 2 * NUM_REQUESTS]
-    _check_routes(checks, "large", [r for r in records if r["prompt_tokens"] > threshold])
+    large_records = [r for r in records if r["prompt_tokens"] > threshold]
+    _check_routes(checks, "large", large_records)
     _check_routes(checks, "small", [r for r in records if r["prompt_tokens"] <= threshold])
     explained = sum(bool(record["predicted_bytes"] and record["timeline"]) for record in records)
     checks.holds(
@@ -61,6 +67,7 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         f"{2 * NUM_REQUESTS}",
         f"{explained}",
     )
+    _check_traces(checks, large_records, trace_ids)
 
 
 def _threshold(stats: Document) -> int:
@@ -81,21 +88,35 @@ def _check_routes(checks: Checks, kind: str, records: Sequence[Document]) -> Non
     )
 
 
-async def _ask_in_turn(target: Target, tokens: int) -> Sequence[ChatAnswer]:
+def _check_traces(checks: Checks, records: Sequence[Document], trace_ids: Sequence[str]) -> None:
+    """Check that /stats names the trace of every large request, if the server exports traces."""
+    name = "/stats names the trace of each large prompt"
+    seen = {record.get("trace_id") or "" for record in records}
+    if not any(seen):
+        checks.skip(name, "the service exports no traces; name a collector in its tracing.endpoint")
+        return
+    num_named = len(seen & set(trace_ids))
+    checks.holds(name, num_named == NUM_REQUESTS, f"{NUM_REQUESTS}", f"{num_named}")
+
+
+async def _ask_in_turn(
+    target: Target, tokens: int, trace_ids: Sequence[str]
+) -> Sequence[ChatAnswer]:
     """Send prompts one after the other, because a full pool sends large requests elsewhere.
 
     The first one that is not answered is the last one that is sent.
     """
     answers: list[ChatAnswer] = []
-    for number in range(NUM_REQUESTS):
-        answers.append(await _ask(target, 2_000 + number, tokens))
+    for number, trace_id in enumerate(trace_ids):
+        traceparent = f"00-{trace_id}-{secrets.token_hex(8)}-01"
+        answers.append(await _ask(target, 2_000 + number, tokens, traceparent))
         if not answers[-1].is_whole:
             break
     return answers
 
 
-async def _ask(target: Target, number: int, tokens: int) -> ChatAnswer:
+async def _ask(target: Target, number: int, tokens: int, traceparent: str = "") -> ChatAnswer:
     """Send a prompt, retry it after each refusal, and return the final response."""
     prompt = target.prompt(number, tokens)
-    answers = await target.client.obey(target.model, prompt, ANSWER_TOKENS)
+    answers = await target.client.obey(target.model, prompt, ANSWER_TOKENS, traceparent=traceparent)
     return answers[-1]

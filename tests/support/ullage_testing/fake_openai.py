@@ -50,6 +50,8 @@ class Behaviour:
     large_route: str = "tp2pp2"
     has_large_pool: bool = True
     large_tokens: int = LARGE_TOKENS
+    traces: str = "all"
+    """The requests whose trace /stats names: "all", "none", or "some" (every second one)."""
     serves_stats: bool = True
     states_context: bool = True
     tires_of_long_prompts: bool = False
@@ -65,10 +67,10 @@ class Behaviour:
     """API key that requests need, or empty for none."""
     health: str = "true"
     """What /health is: "true", "always 200", or "absent"."""
-    ignores_departures: bool = False
-    """Whether answers are computed to their end for clients that are gone."""
     names_engines: tuple[str, ...] = ()
     """Engines that take turns in answering, named as Ullage names them."""
+    ignores_departures: bool = False
+    """Whether answers are computed to their end for clients that are gone."""
 
 
 @dataclass
@@ -189,6 +191,12 @@ class FakeServer:
         finally:
             self.running -= 1
 
+    def _trace_id(self, request: web.Request) -> str:
+        traces = self.behaviour.traces
+        is_traced = traces == "all" or (traces == "some" and self.requests % 2 == 0)
+        parent = request.headers.get("traceparent", "")
+        return parent.split("-")[1] if parent and is_traced else ""
+
     def _finish_lost(self) -> None:
         self.lost -= 1
 
@@ -211,6 +219,7 @@ class FakeServer:
         is_large = size >= behaviour.large_tokens and behaviour.has_large_pool
         record = {
             "prompt_tokens": size,
+            "trace_id": self._trace_id(request),
             "route": behaviour.large_route if is_large else "single",
             "action": "accept",
             "status": 200,
