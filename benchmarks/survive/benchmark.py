@@ -51,8 +51,9 @@ examples:
   python -m benchmarks survive .peers --only ullage,vllm --cases oom,logprobs --json survive.json
   python -m benchmarks survive .peers --only sglang-router,dynamo,ullage2
 
-exit status: 0 every bystander of Ullage got its whole answer, 1 one did not, 2 an option is wrong
-or a server cannot be tried, 130 interrupted
+exit status: 0 every bystander of Ullage got its whole answer with the same words, and Ullage
+answered again, 1 one did not or Ullage did not, 2 an option is wrong or a server cannot be tried,
+130 interrupted
 """
 
 import json
@@ -182,8 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if outcomes:
             print(f"\n{table(outcomes)}\n\n{summary(outcomes)}")
 
-    ours = [outcome for outcome in outcomes if outcome.server in OURS]
-    return int(not all(outcome.is_well for outcome in ours))
+    ours = [outcome for outcome in outcomes if outcome.server in OURS and outcome.fault]
+    for outcome in ours:
+        print(f"{outcome.server}, {outcome.case}: {outcome.fault}", file=sys.stderr)
+    return int(bool(ours))
 
 
 if __name__ == "__main__":

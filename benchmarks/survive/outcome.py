@@ -40,8 +40,20 @@ class Outcome:
     """What was seen when the server was killed and started again (empty in other cases)."""
 
     @property
-    def is_well(self) -> bool:
-        return not self.broken and not self.failure
+    def fault(self) -> str:
+        """Return the promise of Ullage that was broken, in a few words (empty if none was)."""
+        if self.skipped:
+            return ""
+        if self.failure:
+            return self.failure
+        if self.broken:
+            return f"{self.broken} of {self.whole + self.broken} streams broke off"
+        if self.other_words:
+            return f"{self.other_words} of {self.whole} answers have other words"
+        # After restarts nobody is asked again: each restart counts its own answers.
+        if self.back_s is None and not self.restarts:
+            return "the server never answered again"
+        return ""
 
     @property
     def word(self) -> str:
@@ -52,7 +64,9 @@ class Outcome:
             return ", ".join(filter(None, (self.failure.partition(":")[0], self.restarts)))
         if self.broken == 0:
             after = f" after {self.longest_pause_s:.0f} s" if self.longest_pause_s > BRIEF_S else ""
-            return f"goes on{after}"
+            words = " with other words" if self.other_words else ""
+            gone = ", server gone" if self.back_s is None else ""
+            return f"goes on{after}{words}{gone}"
 
         count = self.whole + self.broken
         verb = "breaks" if self.broken == 1 else "break"

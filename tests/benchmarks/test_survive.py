@@ -145,7 +145,7 @@ def test_a_full_shared_memory_is_a_crash_loop(
     assert outcome.word == (
         "does not start after 2 kills, back 1 of 10 times, /dev/shm grew by 3 files (200 MiB)"
     )
-    assert not outcome.is_well
+    assert outcome.fault == outcome.failure
 
 
 @needs_groups
@@ -158,7 +158,7 @@ def test_a_crash_loop_needs_a_first_start(tmp_path: Path) -> None:
 def test_a_server_that_does_not_start_is_told(tmp_path: Path) -> None:
     [outcome] = play.outcomes_of(stand_in(tmp_path, "fails"), ["too-long"], play.Sitting(tmp_path))
     assert outcome.failure == "does not start: no memory is left"
-    assert (outcome.word, outcome.is_well) == ("does not start", False)
+    assert (outcome.word, outcome.fault) == ("does not start", outcome.failure)
 
 
 @pytest.fixture
@@ -262,11 +262,59 @@ def test_health_counts_only_while_a_broken_stream_waits() -> None:
             Outcome("s", "kill", broken=3, longest_pause_s=150.2, errors=["silent for 150 s"]),
             "no word for 150 s, server gone",
         ),
+        (Outcome("s", "kill", whole=3, other_words=2, back_s=1.0), "goes on with other words"),
+        (Outcome("s", "kill", whole=3, other_words=0), "goes on, server gone"),
         (Outcome("s", "kill", skipped="no adapters"), "not played"),
     ],
 )
 def test_a_word_for_what_the_streams_of_others_saw(outcome: Outcome, word: str) -> None:
     assert outcome.word == word
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fault"),
+    [
+        (Outcome("s", "kill", whole=3, other_words=0, back_s=1.0), ""),
+        (Outcome("s", "kill", whole=3, back_s=1.0), ""),
+        (Outcome("s", "kill", skipped="no adapters"), ""),
+        (Outcome("s", "crash-loop", restarts="back 10 of 10 times"), ""),
+        (Outcome("s", "crash-loop", restarts="x", failure="does not start"), "does not start"),
+        (Outcome("s", "kill", whole=2, broken=1, back_s=1.0), "1 of 3 streams broke off"),
+        (
+            Outcome("s", "kill", whole=3, other_words=1, back_s=1.0),
+            "1 of 3 answers have other words",
+        ),
+        (Outcome("s", "kill", whole=3, other_words=0), "the server never answered again"),
+    ],
+)
+def test_a_fault_names_the_broken_promise(outcome: Outcome, fault: str) -> None:
+    assert outcome.fault == fault
+
+
+@needs_groups
+@pytest.mark.parametrize(
+    ("how", "case", "status", "fault"),
+    [
+        ("serves", "too-long", 0, ""),
+        ("changes", "too-long", 1, "ullage, too-long: 3 of 3 answers have other words\n"),
+        ("serves", "kill", 1, "ullage, kill: 3 of 3 streams broke off\n"),
+    ],
+)
+def test_the_exit_status_tells_whether_ullage_is_well(
+    tmp_path: Path,
+    impatience: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: str,
+    case: str,
+    status: int,
+    fault: str,
+) -> None:
+    server = stand_in(tmp_path, how)
+    monkeypatch.setattr(benchmark, "SERVERS", {"ullage": lambda *_: server})
+    monkeypatch.setattr(benchmark.signal, "signal", lambda *_: None)
+    assert benchmark.main([str(tmp_path), "--cases", case]) == status
+    assert capsys.readouterr().err == fault
 
 
 def test_the_summary_has_a_column_for_each_server() -> None:
