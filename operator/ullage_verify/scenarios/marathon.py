@@ -3,9 +3,10 @@
 import asyncio
 import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
@@ -103,16 +104,26 @@ class Stream:
         self.moved_at = now
 
 
+class Hit(NamedTuple):
+    """A fault in the middle of a request."""
+
+    fault: str
+    kind: str
+    """Kind of the request."""
+    pause_s: float | None
+    """Longest pause of the stream until all streams went on, in seconds.
+
+    None for responses that are not streamed or are read slowly.
+    """
+
+
 @dataclass
 class Marathon:
-    """The state of a marathon: its streams, and the pauses that faults have caused."""
+    """The state of a marathon: its streams, and what faults have hit."""
 
     streams: Sequence[Stream]
     num_faults: int = 0
-    pauses: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Longest pause of each running stream at each injection, in seconds, by name of the fault."""
-    hits: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """Number of requests in whose middle a fault was injected, by fault and kind of request."""
+    hits: list[Hit] = field(default_factory=list)
     is_over: bool = False
 
     def has_recovered(self, since: float) -> bool:
@@ -250,10 +261,8 @@ async def _inject(
     for stream in marathon.streams:
         if not stream.was_open(first_at):
             continue
-        marathon.hits[title][stream.kind.name] += 1
-        pause_s = stream.longest_pause_s(first_at)
-        if stream.is_timed and pause_s is not None:
-            marathon.pauses[title].append(pause_s)
+        longest_s = stream.longest_pause_s(first_at) if stream.is_timed else None
+        marathon.hits.append(Hit(title, stream.kind.name, longest_s))
     return True
 
 
@@ -310,29 +319,39 @@ def _check_answers(checks: Checks, marathon: Marathon) -> None:
 
 def _check_pauses(checks: Checks, marathon: Marathon, limit_s: float) -> None:
     """Check how long streams paused, and that faults hit every kind of request."""
-    total: Counter[str] = Counter()
-    for counts in marathon.hits.values():
-        total += counts
-    kinds = {stream.kind.name for stream in marathon.streams}
+    hits = Counter((hit.fault, hit.kind) for hit in marathon.hits)
+    checks.figures["hits"] = {f"{fault}, {kind}": n for (fault, kind), n in sorted(hits.items())}
     if marathon.num_faults >= COVERAGE_FAULTS:
-        fewest = min(kinds, key=lambda name: total[name])
+        totals = Counter(hit.kind for hit in marathon.hits)
+        fewest = min((stream.kind.name for stream in marathon.streams), key=lambda n: totals[n])
         checks.at_least(
-            "faults in the middle of each kind of request", total[fewest], 1, f"({fewest})"
+            "faults in the middle of each kind of request", totals[fewest], 1, f"({fewest})"
         )
-    checks.figures["hits"] = {name: dict(counts) for name, counts in marathon.hits.items()}
 
-    pauses = sorted(pause for each in marathon.pauses.values() for pause in each)
+    pauses = _pauses(marathon.hits)
     if not pauses:
         checks.skip("p95 of the longest pause", "no stream had a fault in its middle")
         return
 
     checks.at_most("p95 of the longest pause", quantile(pauses, 0.95), limit_s)
-    checks.figures["disturbed"] = len(pauses)
     checks.figures["pause_p50_s"] = round(quantile(pauses, 0.5), 3)
     checks.figures["pause_max_s"] = round(pauses[-1], 3)
-    if len(marathon.pauses) == 1:
-        return
-    for name, some in sorted(marathon.pauses.items()):
-        p95 = quantile(sorted(some), 0.95)
-        checks.at_most(f"p95 of the longest pause, {name}", p95, limit_s)
-        checks.figures[f"pauses_s, {name}"] = [round(pause, 3) for pause in sorted(some)]
+    checks.figures["disturbed"] = len(pauses)
+
+    kinds = sorted({hit.kind for hit in marathon.hits})
+    checks.figures["pause_p95_s"] = {
+        kind: round(quantile(some, 0.95), 3)
+        for kind in kinds
+        if (some := _pauses(hit for hit in marathon.hits if hit.kind == kind))
+    }
+    faults = sorted({hit.fault for hit in marathon.hits})
+    for fault in faults if len(faults) > 1 else ():
+        some = _pauses(hit for hit in marathon.hits if hit.fault == fault)
+        if some:
+            name = f"p95 of the longest pause, {fault}"
+            checks.at_most(name, quantile(some, 0.95), limit_s)
+
+
+def _pauses(hits: Iterable[Hit]) -> list[float]:
+    """Return the pauses of streams, shortest first."""
+    return sorted(hit.pause_s for hit in hits if hit.pause_s is not None)
