@@ -146,13 +146,27 @@ def vllm(folder: Path) -> Server:
     if not python.exists() or version_of(python, "vllm") != f"{wanted}+cpu":
         install = ["make", "-C", str(ROOT), "install-vllm", f"VLLM={place}"]
         run_install("vLLM, for some minutes", install, folder / "vllm.log", {})
+    return installed_vllm(python, folder, wanted)
 
+
+def installed_vllm(python: Path, folder: Path, version: str, model: str = NAME) -> Server:
+    """Serve the file's weights with an installed vLLM.
+
+    Args:
+        python: of vLLM's environment.
+        folder: for the checkpoint that is made of the file, unless it is there.
+        version: of the installed vLLM.
+        model: the name of the served model.
+
+    Raises:
+        ServerError: no checkpoint can be made of the file.
+    """
     dtype = "bfloat16" if cpu_computes_bfloat16() else "float32"
-    checkpoint = _checkpoint(python, folder, dtype)
+    checkpoint = _make_checkpoint(python, folder, dtype)
 
     def command(port: int) -> list[str]:
         arguments = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
-        arguments += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
+        arguments += ["--served-model-name", model, "--host", "127.0.0.1", "--port", str(port)]
         arguments += ["--dtype", dtype, "--max-num-seqs", str(MAX_SEQUENCES)]
         return arguments
 
@@ -164,7 +178,7 @@ def vllm(folder: Path) -> Server:
         "PATH": f"{python.parent}:{os.environ['PATH']}",
     }
     how = f"{dtype} weights of the Q4_1 file, --max-num-seqs {MAX_SEQUENCES}"
-    return Server("vllm", wanted, how, command, variables)
+    return Server("vllm", version, how, command, variables, model)
 
 
 def ullage(manifest: Path) -> Server:
@@ -211,7 +225,7 @@ def _pinned_vllm() -> str:
     return pinned_version()
 
 
-def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
+def _make_checkpoint(python: Path, folder: Path, dtype: str) -> str:
     """Return the folder of a checkpoint for vLLM, and convert the file if there is none yet."""
     code = (
         "import sys; from pathlib import Path;"
@@ -237,6 +251,12 @@ def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
     if result.returncode:
         raise ServerError("error: no checkpoint for vLLM can be made of the file; see above")
     return result.stdout.splitlines()[-1]
+
+
+def checkpoint_of(server: Server) -> Path:
+    """Return the folder of the checkpoint that a server of vLLM serves."""
+    words = server.command(0)
+    return Path(words[words.index("serve") + 1])
 
 
 def run_install(what: str, command: list[str], log: Path, environment: Mapping[str, str]) -> None:

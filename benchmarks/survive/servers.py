@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from benchmarks.compare import servers
-from benchmarks.compare.servers import ROOT, Server
+from benchmarks.compare.servers import ROOT, Server, checkpoint_of
 from benchmarks.survive import adapter
 
 Setting = Literal["ordinary", "small pool", "no sizes", "two ranks", "adapter"]
@@ -69,7 +69,7 @@ def vllm(folder: Path, setting: Setting) -> Server | None:
         more = ["--pipeline-parallel-size", "2", "--enforce-eager"]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(_halves(servers.CORES))
     elif setting == "adapter":
-        place = adapter.write_adapter(_checkpoint(server), folder / "adapter")
+        place = adapter.write_adapter(checkpoint_of(server), folder / "adapter")
         more = ["--enable-lora", "--max-lora-rank", str(adapter.RANK)]
         more += ["--lora-modules", f"{adapter.NAME}={place}"]
     if setting in ("small pool", "no sizes"):
@@ -95,7 +95,7 @@ def ullage_vllm(folder: Path, setting: Setting) -> Server | None:
     changes = _spec(setting)
     if setting == "adapter":
         plain = servers.vllm(folder)
-        place = adapter.write_adapter(_checkpoint(plain), folder / "adapter")
+        place = adapter.write_adapter(checkpoint_of(plain), folder / "adapter")
         source = f"file://{place}"
         changes = {"adapters": [{"name": adapter.NAME, "source": source, "rank": adapter.RANK}]}
 
@@ -152,11 +152,6 @@ def _merge(into: dict[str, Any], changes: Mapping[str, Any]) -> None:
             _merge(into.setdefault(key, {}), value)
         else:
             into[key] = value
-
-
-def _checkpoint(server: Server) -> Path:
-    words = server.command(0)
-    return Path(words[words.index("serve") + 1])
 
 
 def _halves(cores: Sequence[int]) -> list[str]:
