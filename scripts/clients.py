@@ -4,36 +4,50 @@ Each client runs in an environment of its own below .clients, with pinned versio
 made once, and made again when pins change. The service is `ullage up -f examples/smollm2.yaml`: a
 model of 135 million parameters, so checks judge the protocol and never the model's answers.
 
+With --server vllm the same clients are judged against vLLM's own server, in .venv-vllm, with the
+same model, name, context and limit of output. The table compares both: Ullage may fail a check that
+vLLM passes only for a reason that stands in the catalogue.
+
+The files of --record and --json are written after each client.
+
 examples:
   python scripts/clients.py                           all clients
   python scripts/clients.py --only openai,anthropic   two of them
   python scripts/clients.py --only lm-eval --json results.json
   python scripts/clients.py --record                  write results and docs/guide/clients.md, too
+  python scripts/clients.py --server vllm --record    the same with vLLM's own server
   python scripts/clients.py --write-docs              write the page from the recorded results
-  python scripts/clients.py --check                   compare the page with the recorded results
+  python scripts/clients.py --check                   check the page and the recorded results
   python scripts/clients.py --list                    clients, versions and checks
 
-exit status: 0 no check failed, 1 a check failed or the page is out of date, 2 the service or an
-option is wrong, 3 no client could be installed, 130 interrupted
+exit status: 0 no check failed (--server vllm: none that vLLM passes fails with Ullage, unless the
+catalogue states a reason), 1 a check failed or the page is out of date, 2 the server or an option
+is wrong, 3 no client could be installed, 130 interrupted
 """
 
 import argparse
-import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ullage_clients.catalogue import CLIENTS, ClientError, JudgedClient, choose
+from ullage_clients.catalogue import CLIENTS, ClientError, JudgedClient, ServerName, choose
 from ullage_clients.environments import Environments, packages
-from ullage_clients.judging import Service, judge_client
-from ullage_clients.results import Result, from_json, merge, summary, table, to_json
+from ullage_clients.judging import judge_client
+from ullage_clients.results import (
+    Pins,
+    Result,
+    from_json,
+    merge,
+    summary,
+    table,
+    to_json,
+    unexplained,
+)
+from ullage_clients.servers import ROOT, SERVERS, VLLM
+from vllm_cpu_wheel import pinned_version
 
-ROOT = Path(__file__).resolve().parents[1]
-MANIFEST = ROOT / "examples" / "smollm2.yaml"
 FOLDER = ROOT / ".clients"
-VLLM = ROOT / ".venv-vllm"
 PAGE = ROOT / "docs" / "guide" / "clients.md"
 RESULTS = ROOT / "scripts" / "ullage_clients" / "results.json"
 BEGIN = "<!-- Written by scripts/clients.py from its results. -->\n"
@@ -44,6 +58,9 @@ WRONG = 2
 NOTHING_JUDGED = 3
 INTERRUPTED = 130
 
+Results = dict[ServerName, dict[str, Result]]
+"""Results by server and by the client's name."""
+
 
 def main(words: Sequence[str]) -> int:
     """Run the lane or write its page, and return the exit status."""
@@ -51,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.check:
-            return check_page()
+            return check()
         if options.write_docs:
             PAGE.write_text(page(), encoding="utf-8")
             return 0
@@ -61,21 +78,21 @@ def main(words: Sequence[str]) -> int:
             return 0
         if options.json:
             check_writable(options.json)
-        results = run(clients)
-        if options.json:
-            options.json.write_text(to_json(results), encoding="utf-8")
-        if options.record:
-            record(results)
+        server = ServerName(options.server)
+        results = run(clients, server, lambda results: save(results, options))
     except ClientError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG
     except KeyboardInterrupt:
         return INTERRUPTED
 
-    print(summary(results), flush=True)
-    if any(result.failures for result in results.values()):
-        return FAILED
-    return 0 if any(result.passed for result in results.values()) else NOTHING_JUDGED
+    judged = results[server]
+    print(f"{server}: {summary(judged)}", flush=True)
+    if all(result.not_installed for result in judged.values()):
+        return NOTHING_JUDGED
+    if server == ServerName.VLLM:
+        return print_unexplained(clients, merged(recorded(), results))
+    return FAILED if any(result.failures for result in judged.values()) else 0
 
 
 def check_writable(path: Path) -> None:
@@ -90,65 +107,49 @@ def check_writable(path: Path) -> None:
         raise ClientError(f"--json {path}: {error.strerror}; name a file to write") from None
 
 
-def run(clients: Sequence[JudgedClient]) -> dict[str, Result]:
-    """Judge clients one after the other, against one service."""
-    environments = Environments(FOLDER, VLLM)
-    with service(FOLDER) as ready:
-        return {client.name: judge_client(client, environments, ready) for client in clients}
-
-
-@contextmanager
-def service(folder: Path) -> Iterator[Service]:
-    """Yield a new service, which ends with the block.
+def run(
+    clients: Sequence[JudgedClient], server: ServerName, on_results: Callable[[Results], None]
+) -> Results:
+    """Judge clients one after the other, against one server.
 
     Args:
-        folder: for the model's tokenizer.
-
-    Raises:
-        ClientError: the service cannot run on this machine.
+        clients: in their order.
+        server: the server, which is started for them.
+        on_results: called after each client with the results so far.
     """
-    # The other uses of this script need neither gRPC nor the command.
-    from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
-    from ullage_cli.background import BackgroundService, StatusLine
-    from ullage_common.wire.channels import open_blocking_channel
-    from ullage_operator.api.errors import LocalFailure
-
-    with StatusLine() as status:
-        background = BackgroundService(MANIFEST, on_progress=status.show)
-        try:
-            background.start()
-        except LocalFailure as error:
-            raise ClientError(f"{MANIFEST.relative_to(ROOT)}: {error}") from None
-    try:
-        state = background.state
-        with open_blocking_channel(state["grpc_target"]) as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            model = stub.GetModel(inference_pb2.GetModelRequest())
-        tokenizer = folder / "tokenizer"
-        write_tokenizer(tokenizer, model.tokenizer_json)
-        print(f"serving {state['model']} at {state['http_url']}", flush=True)
-        yield Service(state["http_url"], state["model"], model.max_model_len, tokenizer)
-    finally:
-        background.close()
+    environments = Environments(FOLDER, VLLM)
+    judged: dict[str, Result] = {}
+    results = {server: judged}
+    with SERVERS[server](FOLDER / server) as service:
+        print(f"{server}: serving {service.model} at {service.url}", flush=True)
+        for client in clients:
+            judged[client.name] = judge_client(client, environments, service)
+            on_results(results)
+    return results
 
 
-def write_tokenizer(folder: Path, tokenizer_json: bytes) -> None:
-    """Write the model's tokenizer as a folder that transformers reads."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_bytes(tokenizer_json)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+def save(results: Results, options: argparse.Namespace) -> None:
+    """Write results to the files that the options name."""
+    if options.json:
+        options.json.write_text(to_json(results), encoding="utf-8")
+    if options.record:
+        RESULTS.write_text(to_json(merged(recorded(), results)), encoding="utf-8")
+        PAGE.write_text(page(), encoding="utf-8")
 
 
-def record(results: dict[str, Result]) -> None:
-    """Write results to the committed file, and the page from it."""
-    RESULTS.write_text(to_json(merge(recorded(), results, CLIENTS)), encoding="utf-8")
-    PAGE.write_text(page(), encoding="utf-8")
-
-
-def recorded() -> dict[str, Result]:
+def recorded() -> Results:
     """Return the results of the committed file."""
     return from_json(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+def merged(old: Results, new: Results) -> Results:
+    """Return the newest judged results of each server."""
+    return {name: merge(old.get(name, {}), new.get(name, {}), CLIENTS) for name in ServerName}
+
+
+def pins() -> Pins:
+    """Return the versions that count."""
+    return Pins({name: packages(client) for name, client in CLIENTS.items()}, pinned_version())
 
 
 def page() -> str:
@@ -162,16 +163,24 @@ def page() -> str:
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ClientError(f"{PAGE.relative_to(ROOT)} lacks the line {(END if begin else BEGIN)!r}")
-    pins = {name: packages(client) for name, client in CLIENTS.items()}
-    return f"{head}{begin}\n{table(CLIENTS.values(), recorded(), pins)}\n{end}{tail}"
+    return f"{head}{begin}\n{table(CLIENTS.values(), recorded(), pins())}\n{end}{tail}"
 
 
-def check_page() -> int:
-    """Compare the page with the recorded results."""
+def check() -> int:
+    """Compare the page with the recorded results, and the results of both servers."""
+    status = print_unexplained(tuple(CLIENTS.values()), recorded())
     if PAGE.read_text(encoding="utf-8") == page():
-        return 0
+        return status
     print(f"{PAGE.relative_to(ROOT)} is out of date; run python scripts/clients.py --write-docs")
     return FAILED
+
+
+def print_unexplained(clients: Sequence[JudgedClient], results: Results) -> int:
+    """Print each check that only vLLM passes and no reason explains. Return the exit status."""
+    errors = unexplained(clients, results, pins())
+    for error in errors:
+        print(error, flush=True)
+    return FAILED if errors else 0
 
 
 def description(client: JudgedClient) -> str:
@@ -194,6 +203,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--only", type=names, default=[], metavar="NAMES", help="clients, separated by commas"
     )
+    options.add_argument(
+        "--server",
+        choices=[name.value for name in ServerName],
+        default=ServerName.ULLAGE.value,
+        help="server to judge the clients against (%(default)s)",
+    )
     options.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     options.add_argument(
         "--record", action="store_true", help="keep the results in the repository, with the page"
@@ -201,7 +216,7 @@ def parser() -> argparse.ArgumentParser:
     action = options.add_mutually_exclusive_group()
     action.add_argument("--list", action="store_true", help="only print the clients")
     action.add_argument("--write-docs", action="store_true", help="only write the page")
-    action.add_argument("--check", action="store_true", help="only compare the page")
+    action.add_argument("--check", action="store_true", help="only check page and results")
     return options
 
 

@@ -4,7 +4,7 @@ Everything here is data. To add a client, add an entry and its program in `progr
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -20,6 +20,14 @@ class ClientKind(StrEnum):
     NODE = "Node"
     VLLM = "vLLM"
     """In .venv-vllm, which `make install-vllm` makes."""
+
+
+class ServerName(StrEnum):
+    """A server that clients are judged against."""
+
+    ULLAGE = "ullage"
+    VLLM = "vllm"
+    """vLLM's own server, as `vllm serve` starts it."""
 
 
 class ClientError(Exception):
@@ -43,6 +51,9 @@ class JudgedClient:
         in the program's order: what each shows, by the check's name
     python
         the oldest Python that the packages take
+    reasons
+        why Ullage refuses what vLLM's own server answers, by the check's name: how the refusal
+        protects memory
     """
 
     name: str
@@ -53,6 +64,7 @@ class JudgedClient:
     checks: Mapping[str, str]
     python: tuple[int, int] = (3, 11)
     timeout_s: float = DEFAULT_TIMEOUT_S
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def version(self) -> str:
@@ -99,6 +111,8 @@ ERRORS = {
     "long prompt": "the SDK's own exception for a prompt beyond the context",
 }
 EMBEDDINGS = {"embeddings": "a refusal by name, as the model generates"}
+OWN_WORDS = frozenset(EMBEDDINGS)
+"""Checks that ask for Ullage's own words. Another server fails them although it refuses, too."""
 
 OPENAI_CHECKS = (
     MODELS

@@ -33,12 +33,15 @@ class Service:
         the longest prompt and answer together, in tokens
     tokenizer
         folder with the model's tokenizer.json, for load generators that count tokens themselves
+    server_version
+        version of another project's server (empty for Ullage)
     """
 
     url: str
     model: str
     context: int
     tokenizer: Path
+    server_version: str = ""
 
 
 def judge_client(client: JudgedClient, environments: Environments, service: Service) -> Result:
@@ -48,7 +51,7 @@ def judge_client(client: JudgedClient, environments: Environments, service: Serv
         command = environments.command(client)
     except NotInstalled as error:
         print(f"{client.name}: not installed: {error}", flush=True)
-        return Result(client.version, pins, not_installed=str(error))
+        return Result(client.version, pins, service.server_version, not_installed=str(error))
 
     home = environments.home(client)
     work = home / "work"
@@ -91,7 +94,8 @@ def judge_client(client: JudgedClient, environments: Environments, service: Serv
     ending = f"exited with {status}; see {shown}"
     if status == -signal.SIGKILL:
         ending = f"was killed, at most {client.timeout_s:.0f} s after its start; see {shown}"
-    return Result(environments.version(client), pins, checks=judge(client, lines, ending))
+    checks = judge(client, lines, ending)
+    return Result(environments.version(client), pins, service.server_version, checks=checks)
 
 
 def show(client: JudgedClient, line: str) -> None:

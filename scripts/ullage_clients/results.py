@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ullage_clients.catalogue import ClientError, JudgedClient
+from ullage_clients.catalogue import OWN_WORDS, ClientError, JudgedClient, ServerName
 
 SEEN_LENGTH = 300
 """Number of characters that are kept of what a check saw."""
 NOT_SEEN = "not seen yet"
-HEAD = "| client | version | passes | fails |\n| --- | --- | --- | --- |"
+NOT_TRIED = "not tried"
+HEAD = "| client | version | passes | fails | vLLM {version} |\n| --- | --- | --- | --- | --- |"
+NOTE = "*"
+"""Mark of a check in OWN_WORDS that vLLM's own server fails."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Result:
         of the client that was judged
     packages
         the pinned versions that it was judged with, by package
+    server_version
+        of the server that it was judged against (empty for Ullage)
     not_installed
         reason why it could not be judged (empty if it was)
     checks
@@ -37,6 +42,7 @@ class Result:
 
     version: str
     packages: Mapping[str, str]
+    server_version: str = ""
     not_installed: str = ""
     checks: Mapping[str, Check] = field(default_factory=dict)
 
@@ -87,47 +93,41 @@ def judge(client: JudgedClient, lines: Iterable[str], ending: str) -> dict[str, 
     return checks
 
 
-def to_json(results: Mapping[str, Result]) -> str:
+Results = Mapping[str, Result]
+"""Results of one server, by the client's name."""
+
+
+def to_json(results: Mapping[ServerName, Results]) -> str:
     """Return the text of a file of results."""
-    clients = {
-        name: {
-            "version": result.version,
-            "packages": dict(result.packages),
-            "not_installed": result.not_installed,
-            "checks": {
-                name: {"passed": check.passed, "seen": check.seen}
-                for name, check in result.checks.items()
-            },
-        }
-        for name, result in results.items()
+    servers = {
+        server: {name: asdict(result) for name, result in clients.items()}
+        for server, clients in results.items()
     }
-    return json.dumps({"clients": clients}, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(servers, indent=2, ensure_ascii=False) + "\n"
 
 
-def from_json(text: str) -> dict[str, Result]:
+def from_json(text: str) -> dict[ServerName, dict[str, Result]]:
     """Read a file of results.
 
     Raises:
         ClientError: the text is no such file.
     """
     try:
-        clients: dict[str, Any] = json.loads(text)["clients"]
+        servers: dict[str, dict[str, Any]] = json.loads(text)
         return {
-            name: Result(
-                version=value["version"],
-                packages=value["packages"],
-                not_installed=value["not_installed"],
-                checks={key: Check(**check) for key, check in value["checks"].items()},
-            )
-            for name, value in clients.items()
+            ServerName(server): {name: _result(value) for name, value in clients.items()}
+            for server, clients in servers.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ClientError(f"no file of results ({error!r}); write one with --record") from None
 
 
-def merge(
-    old: Mapping[str, Result], new: Mapping[str, Result], names: Iterable[str]
-) -> dict[str, Result]:
+def _result(value: Mapping[str, Any]) -> Result:
+    checks = {name: Check(**check) for name, check in value["checks"].items()}
+    return Result(**{**value, "checks": checks})
+
+
+def merge(old: Results, new: Results, names: Iterable[str]) -> dict[str, Result]:
     """Return the newest judged result of each name, in the order of the names.
 
     A client that could not be installed keeps the result that another machine recorded.
@@ -137,35 +137,102 @@ def merge(
     return {name: newest[name] for name in names if name in newest}
 
 
-def table(
-    clients: Iterable[JudgedClient],
-    results: Mapping[str, Result],
-    packages: Mapping[str, dict[str, str]],
-) -> str:
-    """Return the table of all clients.
+@dataclass(frozen=True)
+class Pins:
+    """The versions that a result must have been judged with.
 
-    Args:
-        clients: in the table's order.
-        results: of clients by name. A result with other versions than the catalogue's does not
-            count, and neither does one of other checks.
-        packages: the catalogue's versions of each client's packages, by the client's name.
+    packages
+        of each client, by its name
+    vllm
+        version of vLLM's own server
     """
-    rows = [HEAD]
-    for client in clients:
-        result = results.get(client.name)
+
+    packages: Mapping[str, Mapping[str, str]]
+    vllm: str
+
+    def current(
+        self, results: Mapping[ServerName, Results], server: ServerName, client: JudgedClient
+    ) -> Result | None:
+        """Return a client's result, or None if it is absent or has other versions or checks."""
+        result = results.get(server, {}).get(client.name)
+        version = self.vllm if server == ServerName.VLLM else ""
         if (
             not result
-            or dict(result.packages) != packages[client.name]
+            or result.server_version != version
+            or dict(result.packages) != self.packages[client.name]
             or not set(client.checks) <= set(result.checks)
         ):
-            rows.append(f"| {client.title} | {client.version} | {NOT_SEEN} | |")
+            return None
+        return result
+
+
+def table(
+    clients: Iterable[JudgedClient], results: Mapping[ServerName, Results], pins: Pins
+) -> str:
+    """Return the table of all clients, in their order. Only current results count."""
+    rows = [HEAD.format(version=pins.vllm)]
+    for client in clients:
+        ours = pins.current(results, ServerName.ULLAGE, client)
+        theirs = vllm_cell(pins.current(results, ServerName.VLLM, client))
+        if not ours:
+            rows.append(f"| {client.title} | {client.version} | {NOT_SEEN} | | {theirs} |")
             continue
-        passed = [name for name, check in result.checks.items() if check.passed]
-        count = "all" if result.passed else f"{len(passed)} of"
-        shown = f"{count} {len(result.checks)}: {', '.join(passed)}" if passed else "none"
-        failed = "; ".join(f"{name}: {cell(check)}" for name, check in result.failures.items())
-        rows.append(f"| {client.title} | {result.version} | {shown} | {failed} |")
+        passed = [name for name, check in ours.checks.items() if check.passed]
+        count = "all" if ours.passed else f"{len(passed)} of"
+        shown = f"{count} {len(ours.checks)}: {', '.join(passed)}" if passed else "none"
+        failed = "; ".join(
+            f"{name}: {cell(check)}{reason(client, name)}" for name, check in ours.failures.items()
+        )
+        rows.append(f"| {client.title} | {ours.version} | {shown} | {failed} | {theirs} |")
     return "\n".join(rows)
+
+
+def reason(client: JudgedClient, check: str) -> str:
+    """Return the reason that the catalogue states for a failed check, as a cell ends with it."""
+    return f" ({client.reasons[check]})" if check in client.reasons else ""
+
+
+def vllm_cell(result: Result | None) -> str:
+    """Return how vLLM's own server does with a client, as a cell of the table."""
+    if not result:
+        return NOT_TRIED
+    if result.passed:
+        return f"all {len(result.checks)}"
+    return "fails " + ", ".join(
+        f"{name}{NOTE}" if name in OWN_WORDS else name for name in result.failures
+    )
+
+
+def unexplained(
+    clients: Iterable[JudgedClient], results: Mapping[ServerName, Results], pins: Pins
+) -> list[str]:
+    """Return an error for each check that vLLM's own server passes and Ullage does not.
+
+    A reason in the catalogue explains such a check. A reason that explains no such check is an
+    error, too.
+    """
+    errors = []
+    for client in clients:
+        theirs = pins.current(results, ServerName.VLLM, client)
+        if not theirs:
+            continue
+        ours = pins.current(results, ServerName.ULLAGE, client)
+        passed = {name for name, check in (ours.checks if ours else {}).items() if check.passed}
+
+        for name, check in theirs.checks.items():
+            is_behind = check.passed and name not in passed
+            if is_behind and name not in client.reasons:
+                errors.append(
+                    f"{client.name}: {name}: vLLM {pins.vllm} passes, and Ullage "
+                    f"{'fails' if ours else 'was not judged'}; repair it, or state in the "
+                    "catalogue's `reasons` how the refusal protects memory"
+                )
+            if name in client.reasons and not is_behind:
+                errors.append(
+                    f"{client.name}: {name}: the catalogue states a reason, but Ullage is not "
+                    "behind vLLM; remove it"
+                )
+    return errors
 
 
 def cell(check: Check) -> str:
@@ -173,7 +240,7 @@ def cell(check: Check) -> str:
     return check.seen.replace("|", "\\|").replace("<", "&lt;")
 
 
-def summary(results: Mapping[str, Result]) -> str:
+def summary(results: Results) -> str:
     """Return one line that counts the results, and names all that did not pass."""
     passed = [name for name, result in results.items() if result.passed]
     failed = {name: result.failures for name, result in results.items() if result.failures}
