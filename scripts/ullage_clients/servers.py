@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "examples" / "smollm2.yaml"
 VLLM = ROOT / ".venv-vllm"
 VLLM_OPTIONS = (
+    # Compilation takes minutes, and changes no answer of the API.
+    "--enforce-eager",
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",
     # By default, arguments follow their schema only if the tool states `strict`.
@@ -30,6 +32,8 @@ VLLM_OPTIONS = (
     '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
 )
 """Options with which vLLM's server passes most checks: calls and schemas as strict as it can."""
+START_S = 1800.0
+"""Seconds within which vLLM's server must answer, on a machine that may be busy."""
 
 
 @contextmanager
@@ -111,7 +115,7 @@ def vllm(folder: Path, environment: Path = VLLM) -> Iterator[Service]:
         server = replace(
             server, command=lambda port, plain=server.command: [*plain(port), *options]
         )
-        with running(server, log) as run:
+        with running(server, log, START_S) as run:
             context = spec["model"]["maxModelLen"]
             yield Service(run.url, name, context, tokenizer, server_version=version)
     except ServerError as error:
