@@ -316,7 +316,7 @@ def asked_of_engine(
 
     asked.output.echo = False  # the router has the prompt's text and echoes it
     asked.output.delta_token_ids = True  # another engine needs the ids to go on
-    if prompt is not NOT_RENDERED:
+    if prompt is not None:
         prompt.tool_use.ask(asked)
     return asked
 

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from ullage.inference.v1 import inference_pb2
 
+_REQUEST = inference_pb2.DESCRIPTOR.message_types_by_name["GenerateRequest"]
 _LAST_NUMBERS = {
     "GenerateRequest": 16,
     "TokenIds": 1,
@@ -50,13 +51,13 @@ _OF_THE_PROMPT = ("messages", "text", "truncate_prompt_tokens", "omit_special_to
 @functools.cache
 def known_fields() -> frozenset[str]:
     """Return the paths of all fields that this version knows."""
-    return frozenset(path for path, _ in _fields(inference_pb2.GenerateRequest.DESCRIPTOR))
+    return frozenset(path for path, _ in _fields(_REQUEST))
 
 
 @functools.cache
 def later_fields() -> frozenset[str]:
     """Return the paths of the fields that this version knows and 0.2.0 does not."""
-    fields = _fields(inference_pb2.GenerateRequest.DESCRIPTOR)
+    fields = _fields(_REQUEST)
     return frozenset(path for path, is_later in fields if is_later)
 
 
