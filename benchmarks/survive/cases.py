@@ -139,8 +139,7 @@ async def hang(scene: Scene) -> Sequence[ChatAnswer]:
 
 
 async def oom(scene: Scene) -> Sequence[ChatAnswer]:
-    scene.group.allow(ROOM_BYTES)
-    await asyncio.to_thread(scene.group.kill_largest)
+    await asyncio.to_thread(scene.group.kill_largest, ROOM_BYTES)
     return ()
 
 

@@ -56,7 +56,7 @@ class ChatAnswer:
     """Time at which the last text arrived."""
     ended_at: float = 0.0
     longest_gap_s: float = 0.0
-    """Longest time between two events with text, or between the last one and the failure."""
+    """Longest time between two events with text, or between the last one and the end."""
     body: Document = field(default_factory=dict)
     """Parsed body of a response that is not a stream."""
     engine: str = ""
@@ -230,6 +230,8 @@ class OpenAIClient:
         except (TypeError, AttributeError) as error:
             answer.error = f"broken off: a field has another type than in OpenAI's API ({error})"
         answer.ended_at = time.monotonic()
+        if answer.last_at is not None:
+            answer.longest_gap_s = max(answer.longest_gap_s, answer.ended_at - answer.last_at)
         return answer
 
     async def obey(

@@ -106,8 +106,7 @@ async def _exhaust_memory(processes: ServerProcesses) -> float:
         try:
             busiest = await asyncio.to_thread(processes.busiest)
             group.take(busiest or processes.pid)
-            group.allow(FREE_BYTES)
-            await asyncio.to_thread(group.kill_largest)
+            await asyncio.to_thread(group.kill_largest, FREE_BYTES)
             return time.monotonic()
         finally:
             group.release()

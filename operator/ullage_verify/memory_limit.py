@@ -15,6 +15,7 @@ ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 """Folders of the control groups that limit memory, in cgroup v1 and in v2."""
 HOG_BYTES = 32 << 20
 PATIENCE_S = 60.0
+POLL_S = 0.005
 _HOG = """
 import os, sys, time
 size = int(sys.argv[1])
@@ -117,14 +118,20 @@ class MemoryLimit:
         """Limit the group's memory to its current use, without file caches, plus `more_bytes`."""
         self.limit(self.used_bytes() + more_bytes)
 
-    def kill_largest(self) -> None:
+    def kill_largest(self, room_bytes: int) -> None:
         """Fill the group with small processes until the kernel has killed a process.
+
+        So that this takes little time, the limit is `room_bytes` above the current use meanwhile.
+        It is as before as soon as a process was killed, because the limit of a container does not
+        shrink, and a server may read it when it starts a process again.
 
         Raises:
             TimeoutError: the kernel has not killed a process in time.
             OSError: the processes that fill the group have exited before that.
         """
+        limit = self._limit.read_text()
         before = self.num_kills()
+        self.allow(room_bytes)
         until = time.monotonic() + PATIENCE_S
         command = self.inside([sys.executable, "-c", _HOG, str(HOG_BYTES)])
         self._hog = hog = subprocess.Popen(command, start_new_session=True)
@@ -134,8 +141,9 @@ class MemoryLimit:
                     raise OSError(f"the process that fills the memory ended with status {status}")
                 if time.monotonic() > until:
                     raise TimeoutError("the kernel killed nothing")
-                time.sleep(0.02)
+                time.sleep(POLL_S)
         finally:
+            self._limit.write_text(limit)
             self._end_hog()
 
     def _end_hog(self) -> None:

@@ -179,3 +179,10 @@ def test_nobody_answers() -> None:
             return await client.chat("m", [], 1)
 
     assert asyncio.run(scenario()).outcome == "broken"
+
+
+def test_silence_before_the_end_of_a_whole_answer_is_a_pause() -> None:
+    """A server that cuts an answer after its time limit ends it well."""
+    answer = answer_to(sending(HEAD, FIRST, END, pause_s=0.3))
+    assert answer.is_whole
+    assert answer.longest_gap_s >= 0.3
