@@ -50,6 +50,7 @@ examples:
   python -m benchmarks survive .peers
   python -m benchmarks survive .peers --only ullage,vllm --cases oom,logprobs --json survive.json
   python -m benchmarks survive .peers --only sglang-router,dynamo,ullage2
+  python -m benchmarks survive .peers --cases neighbour,thrash --record
 
 exit status: 0 every bystander of Ullage got its whole answer with the same words, and Ullage
 answered again, 1 one did not or Ullage did not, 2 an option is wrong or a server cannot be tried,
@@ -67,12 +68,14 @@ from pathlib import Path
 
 from benchmarks.compare.servers import Server
 from benchmarks.support.load import ServerError
+from benchmarks.support.machine import processor
 from benchmarks.support.options import new_parser
 from benchmarks.survive import gateway
 from benchmarks.survive.cases import CASES
 from benchmarks.survive.container import container
 from benchmarks.survive.outcome import Outcome, summary, table
 from benchmarks.survive.play import GROUP, KILLS, Sitting, outcomes_of
+from benchmarks.survive.record import record
 from benchmarks.survive.servers import OURS, SERVERS, ServerMaker, Setting, two_engines
 from ullage_verify.target import TargetError
 
@@ -142,7 +145,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--kills", type=int, default=KILLS, metavar="N", help=f"of crash-loop (default {KILLS})"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="keep the outcomes in the repository, and write the tables of README.md and "
+        "docs/reasons/benchmarks.md",
+    )
     options = parser.parse_args(arguments)
+    if options.record and options.quick:
+        parser.error("--record and --quick: tables have compared words; leave --quick out")
+
     try:
         names = chosen(options.only, {**SERVERS, **GATEWAYS}, "--only")
         cases = chosen(options.cases, CASES, "--cases")
@@ -172,6 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for outcome in outcomes_for(name, cases, folder, sitting):
                     show(outcome)
                     outcomes.append(outcome)
+                    if options.record:
+                        record([outcome], processor())
                     if options.json:
                         options.json.write_text(json.dumps([asdict(each) for each in outcomes]))
     except KeyboardInterrupt:
