@@ -25,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ NUM_CLIENTS = 12
 SILENCE_S = 300.0
 SHORT_TOKENS = 100
 LONG_TOKENS = 8_000
+MAX_ERROR_CHARS = 200
 DEFAULT = "default"
 PREEMPTIONS = "ullage_preemptions_total"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -74,9 +76,13 @@ class Run:
         return sum(answer.is_whole for answer in self.answers) / self.seconds
 
     @property
-    def num_failed(self) -> int:
-        """Return the number of requests that were neither answered nor refused."""
-        return sum(not (answer.is_whole or answer.is_refused) for answer in self.answers)
+    def failures(self) -> Counter[str]:
+        """Return the outcomes of requests that were neither answered nor refused."""
+        return Counter(
+            f"{answer.outcome}: {answer.error[:MAX_ERROR_CHARS]}"
+            for answer in self.answers
+            if not (answer.is_whole or answer.is_refused)
+        )
 
 
 async def phase(
@@ -136,6 +142,8 @@ async def run_all(
                 file=sys.stderr,
                 flush=True,
             )
+            for failure, count in run.failures.items():
+                print(f"    {count} x {failure}", file=sys.stderr, flush=True)
     return runs
 
 
@@ -150,7 +158,7 @@ def summary(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
             ],
             "answers": sum(answer.is_whole for run in each for answer in run.answers),
             "refused": sum(answer.is_refused for run in each for answer in run.answers),
-            "failed": sum(run.num_failed for run in each),
+            "failed": sum(run.failures.total() for run in each),
             "preemptions": sum(run.num_preemptions for run in each),
         }
         for name, each in runs.items()
