@@ -372,6 +372,8 @@ def test_requests_beside_one_that_kills_every_worker_are_not_blamed(
 
 def submissions(trace: Path) -> list[str]:
     """The first tokens of the requests that each worker was sent, in their order."""
+    if not trace.exists():  # no worker was sent any yet
+        return []
     lines = [line for line in trace.read_text().splitlines() if "submit" in line]
     return [line.partition("[")[2].rstrip("]").split(",")[0] for line in lines]
 
