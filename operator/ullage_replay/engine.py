@@ -32,7 +32,7 @@ from ullage_engine.protocol.messages import (
 )
 from ullage_engine.protocol.requests import EngineRequest, PromptLogprobs, TokenOutput
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan
-from ullage_engine.protocol.worker_state import WorkerState
+from ullage_engine.protocol.worker_state import SchedulerStats
 from ullage_engine.scheduler.estimates import OutputLengthEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
 from ullage_engine.server.headroom import HeadroomService
@@ -273,11 +273,6 @@ class EngineServer:
         self._runner = _Runner(name, self._clock, hardware, machine, lambda: loop.next_event)
         self._link = _Link(self._clock)
         self._started = _started(self.config, hardware, self._runner, self._clock)
-        self.peak_kv_bytes = 0
-        """Most KV bytes that block tables held in any of the worker's reports."""
-        self.peak_promised_bytes = 0
-        """Most KV bytes that were held or reserved for admitted requests, in any report."""
-        self.num_preemptions = 0
         self.num_reports = 0
         """Number of reports that the worker has sent."""
         self.on_report: Callable[[], None] = lambda: None
@@ -315,6 +310,10 @@ class EngineServer:
     @property
     def ledger(self) -> Ledger:
         return self._started.ledger
+
+    def stats(self) -> SchedulerStats:
+        """Return the counters and the peaks of the engine's scheduler, as of now."""
+        return self._started.engine.scheduler.stats()
 
     def submit(
         self, request: EngineRequest, answer: SimulatedAnswer, client: EngineClient
@@ -403,7 +402,6 @@ class EngineServer:
                 for output in outputs:
                     self._on_output(output, ends)
             case StateReport(state=state):
-                self._note(state)
                 self.status.worker_state(state)
                 self.num_reports += 1
                 self.on_report()
@@ -418,12 +416,6 @@ class EngineServer:
                 self.status.worker_ready(message)
             case _:
                 raise AssertionError(f"the replay has no use for {message}")
-
-    def _note(self, state: WorkerState) -> None:
-        promised = state.kv_pool_bytes - state.headroom_bytes
-        self.peak_kv_bytes = max(self.peak_kv_bytes, state.kv_held_bytes)
-        self.peak_promised_bytes = max(self.peak_promised_bytes, promised)
-        self.num_preemptions = state.num_preemptions
 
     def _on_output(self, output: TokenOutput, ends: Sequence[float]) -> None:
         request_id = output.request_id

@@ -29,7 +29,7 @@ from ullage_common.wire.errors import from_rpc_error
 from ullage_engine.protocol.worker_state import ReservationState
 from ullage_replay.cost import StepCost, StepSize, fit
 from ullage_replay.hardware import VERSION, EngineHardware, Hardware, Overheads
-from ullage_replay.play import Played, Player
+from ullage_replay.play import ON_HOST, Played, Player
 from ullage_replay.timeline import (
     EngineTimeline,
     TimedStep,
@@ -261,7 +261,7 @@ class _Engine:
                     name=entry.name,
                     reserved_bytes=entry.reserved_bytes,
                     allocated_bytes=entry.allocated_bytes,
-                    on_host=entry.name in _ON_HOST,
+                    on_host=entry.name in ON_HOST,
                 )
                 for entry in self._headroom.ledger
             ),
@@ -276,10 +276,6 @@ class _Engine:
 
     def _request(self, prompt_tokens: int, output_tokens: int) -> TraceRequest:
         return TraceRequest(at=0.0, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-
-
-_ON_HOST = frozenset({"kv_host_tier", "pinned_host_kv"})
-"""Reservations of host memory, which do not count against a device's budget."""
 
 
 class _Recorder:

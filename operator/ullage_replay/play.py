@@ -23,6 +23,8 @@ _LEAST_TOKEN = 300
 """Tokens below this number may be special ones, which prompts leave out."""
 _MIXING = 2654435761
 _REPORT_MS = 20
+ON_HOST = frozenset({"kv_host_tier", "pinned_host_kv"})
+"""Reservations of host memory, which do not count against a device's budget."""
 
 
 @dataclass(slots=True)
@@ -46,19 +48,21 @@ class WatchedEngine:
     """One engine's memory, as its reports showed it."""
 
     peak_kv_bytes: int = 0
+    """Most KV bytes in block tables in any step since the engine's start."""
     peak_promised_bytes: int = 0
+    """Most KV bytes in block tables or reserved for admitted requests since the engine's start."""
     memory_bytes: int = 0
-    """Bytes of all allocations, with the whole KV pool."""
+    """Bytes of all allocations on the device, with the whole KV pool."""
     budget_bytes: int = 0
     num_reports: int = 0
 
     def note(self, report: headroom_pb2.Headroom) -> None:
         """Take a report into account."""
-        held = report.kv_pool_bytes - report.kv_free_bytes - report.kv_reclaimable_bytes
-        promised = report.kv_pool_bytes - report.headroom_bytes
-        self.peak_kv_bytes = max(self.peak_kv_bytes, held)
-        self.peak_promised_bytes = max(self.peak_promised_bytes, promised)
-        self.memory_bytes = sum(entry.allocated_bytes for entry in report.ledger)
+        self.peak_kv_bytes = max(self.peak_kv_bytes, report.kv_peak_bytes)
+        self.peak_promised_bytes = max(self.peak_promised_bytes, report.kv_peak_promised_bytes)
+        self.memory_bytes = sum(
+            entry.allocated_bytes for entry in report.ledger if entry.name not in ON_HOST
+        )
         self.budget_bytes = int(report.total_bytes * report.threshold)
         self.num_reports += 1
 

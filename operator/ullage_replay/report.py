@@ -36,12 +36,12 @@ class EngineSummary(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     pool: str
     peak_kv_bytes: int
-    """Most KV bytes in block tables."""
+    """Most KV bytes in block tables in any step."""
     peak_promised_bytes: int
     """Most KV bytes in block tables or reserved for admitted requests."""
     kv_pool_bytes: int
     memory_bytes: int
-    """Bytes of all allocations, with the whole KV pool."""
+    """Bytes of all allocations on the device, with the whole KV pool."""
     budget_bytes: int
     steps: int
     busy_percent: float

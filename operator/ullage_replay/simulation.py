@@ -72,12 +72,12 @@ class EngineOutcome:
     name: str
     pool: str
     peak_kv_bytes: int
-    """Most KV bytes in block tables at any report."""
+    """Most KV bytes in block tables in any step."""
     peak_promised_bytes: int
-    """Most KV bytes in block tables or reserved for admitted requests, at any report."""
+    """Most KV bytes in block tables or reserved for admitted requests, at any time."""
     kv_pool_bytes: int
     memory_bytes: int
-    """Bytes of all allocations, with the whole KV pool."""
+    """Bytes of all allocations on the device, with the whole KV pool."""
     budget_bytes: int
     num_steps: int
     busy_share: float
@@ -353,15 +353,16 @@ class _TokenTimes:
 
 def _engine_outcome(pool: str, server: EngineServer, duration_s: float) -> EngineOutcome:
     ledger = server.ledger
+    stats = server.stats()
     return EngineOutcome(
         name=server.name,
         pool=pool,
-        peak_kv_bytes=server.peak_kv_bytes,
-        peak_promised_bytes=server.peak_promised_bytes,
+        peak_kv_bytes=stats.kv_peak_bytes,
+        peak_promised_bytes=stats.kv_peak_promised_bytes,
         kv_pool_bytes=server.hardware.profile.kv_pool_bytes,
         memory_bytes=ledger.allocated_bytes,
         budget_bytes=ledger.budget_bytes,
         num_steps=server.num_steps,
         busy_share=server.busy_s / duration_s if duration_s else 0.0,
-        num_preemptions=server.num_preemptions,
+        num_preemptions=stats.num_preemptions,
     )

@@ -56,6 +56,13 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """KV bytes that are reserved but not yet allocated, or withheld from new requests."""
     kv_used_bytes: int = 0
     """KV bytes occupied by tokens in allocated blocks. The rest of these blocks is wasted."""
+    kv_peak_bytes: int = 0
+    """Most KV bytes that block tables held in any step since the worker started (0: unknown)."""
+    kv_peak_promised_bytes: int = 0
+    """Most KV bytes that were held or reserved since the worker started (0: unknown).
+
+    The bytes withheld from new requests are included.
+    """
     num_running: int
     num_waiting: int
     num_steps: int

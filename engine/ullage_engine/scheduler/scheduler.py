@@ -163,6 +163,7 @@ class Scheduler:
             refusal = self._admission.submit(remaining, resumed)
         if refusal:
             return refusal
+        self._statistics.observe_memory()
         return [
             TokenOutput(request_id=request.request_id, token_ids=[], finish="length")
             for request in complete
@@ -286,6 +287,7 @@ class Scheduler:
             # All that ran were preempted, for more important ones that had no slot in the batch.
             self._start_waiting()
             chunks = self._planner.plan(self._limits.prompt_tokens, self._limits.is_chunked)
+        self._statistics.observe_memory()
         return self._with_moves(chunks, Transfers())
 
     def replan(self, prompt_tokens: int) -> StepPlan:

@@ -60,6 +60,19 @@ class SchedulerStatistics:
         self._walks = WalkLimiter(state.clock)
         self._num_tail_tokens = 0
         """Number of tokens in blocks outside the prefix cache, as of the last pass."""
+        self._least_available = state.cache.num_available
+        """Fewest blocks that were free or reclaimable in any step."""
+        self._least_promisable = state.reservations.num_available
+        """Fewest blocks that a new request could have reserved."""
+
+    def observe_memory(self) -> None:
+        """Take the blocks into account that are held and reserved now, for the peaks.
+
+        Reports are too rare to see a peak, which may last for only one step.
+        """
+        self._least_available = min(self._least_available, self._state.cache.num_available)
+        promisable = self._state.reservations.num_available
+        self._least_promisable = min(self._least_promisable, promisable)
 
     def collect(self) -> SchedulerStats:
         """Collect the statistics.
@@ -67,6 +80,7 @@ class SchedulerStatistics:
         If there are many sequences, `kv_used_bytes` may be slightly out of date. All other
         statistics are current.
         """
+        self.observe_memory()
         cache = self._state.cache
         sequences = self._state.sequences
         swap = self._state.swap
@@ -79,14 +93,17 @@ class SchedulerStatistics:
                 sequences, size, cache.is_cached, cache.is_private
             )
         num_used_tokens = cache.num_cached_used * size + self._num_tail_tokens
+        pool_bytes = self._profile.kv_pool_bytes
         num_committed = cache.num_available - self._state.reservations.num_available
 
         return SchedulerStats(
-            kv_pool_bytes=self._profile.kv_pool_bytes,
+            kv_pool_bytes=pool_bytes,
             kv_free_bytes=cache.num_free * block_bytes,
             kv_reclaimable_bytes=cache.num_reclaimable * block_bytes,
             kv_committed_bytes=num_committed * block_bytes,
             kv_used_bytes=num_used_tokens * block_bytes // size,
+            kv_peak_bytes=max(0, pool_bytes - self._least_available * block_bytes),
+            kv_peak_promised_bytes=pool_bytes - self._least_promisable * block_bytes,
             num_running=sequences.num_running,
             num_waiting=sequences.num_waiting,
             num_steps=self.num_steps,

@@ -109,6 +109,8 @@ def _fill(headroom: headroom_pb.Headroom, state: WorkerState) -> None:
     headroom.kv_free_bytes = state.kv_free_bytes
     headroom.kv_reclaimable_bytes = state.kv_reclaimable_bytes
     headroom.kv_committed_bytes = state.kv_committed_bytes
+    headroom.kv_peak_bytes = state.kv_peak_bytes
+    headroom.kv_peak_promised_bytes = state.kv_peak_promised_bytes
     headroom.requests_running = state.num_running
     headroom.requests_waiting = state.num_waiting
     headroom.expected_output_tokens = state.expected_output_tokens

@@ -439,6 +439,7 @@ def _engine_json(engine: Engine) -> dict[str, object]:
         "kv_free_bytes": report.kv_free_bytes,
         "kv_reclaimable_bytes": report.kv_reclaimable_bytes,
         "kv_committed_bytes": report.kv_committed_bytes,
+        "kv_peak_bytes": report.kv_peak_bytes,
         "total_bytes": report.total_bytes,
         "requests_running": report.requests_running,
         "requests_waiting": report.requests_waiting,

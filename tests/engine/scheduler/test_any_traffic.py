@@ -44,7 +44,11 @@ def check_usage(scheduler: Scheduler) -> None:
                 filled[block] = max(filled.get(block, 0), min(size, tokens))
     num_tokens = cache.num_cached_used * size + sum(filled.values())
     block_bytes = scheduler._profile.block_bytes
-    assert scheduler.stats().kv_used_bytes == num_tokens * block_bytes // size
+    stats = scheduler.stats()
+    assert stats.kv_used_bytes == num_tokens * block_bytes // size
+    assert stats.kv_held_bytes <= stats.kv_peak_bytes <= stats.kv_peak_promised_bytes
+    promised = stats.kv_pool_bytes - stats.headroom_bytes
+    assert promised <= stats.kv_peak_promised_bytes <= stats.kv_pool_bytes
     released = sum(release.num_bytes for release in scheduler.releases())
     assert abs(released - held * block_bytes) <= len(scheduler._sequences)
 

@@ -104,3 +104,19 @@ def test_the_backlog_is_counted_at_once(bench: Any) -> None:
     assert scheduler.stats().prefill_backlog_tokens == 0
     scheduler.preempt_newest()
     assert scheduler.stats().prefill_backlog_tokens > 0
+
+
+def test_a_peak_that_no_report_has_seen_is_remembered(bench: Any) -> None:
+    scheduler = bench.make_scheduler(blocks=64)
+    block_bytes = scheduler.stats().kv_pool_bytes // 64
+    assert scheduler.stats().kv_peak_bytes == 0
+    for name in ("a", "b"):
+        assert scheduler.submit(bench.make_request(name, 40, max_tokens=20)) is None
+    assert scheduler.stats().kv_peak_promised_bytes == 2 * 4 * block_bytes
+    bench.run(scheduler)
+
+    assert scheduler.submit(bench.make_request("c", 10, max_tokens=2)) is None
+    bench.run(scheduler)
+    stats = scheduler.stats()
+    assert stats.kv_held_bytes == 0
+    assert stats.kv_peak_bytes == stats.kv_peak_promised_bytes == 2 * 4 * block_bytes
