@@ -89,7 +89,7 @@ class Outcome:
         seen = f"{', '.join(parts)}, pause {self.longest_pause_s:.1f} s"
 
         if self.back_s is None:
-            back = f"dead, /health: {self.health}" if self.health else "not recorded"
+            back = f"dead, /health: {self.health}"
         else:
             back = f"answers after {self.back_s:.1f} s"
         if self.healthy_while_silent_s >= 1:

@@ -1,10 +1,11 @@
 """The outcomes that are kept in the repository, and the two tables that are written from them."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from benchmarks.survive.cases import CASES
 from benchmarks.survive.outcome import Outcome, markdown
@@ -30,74 +31,81 @@ _ALL_SERVED = re.compile(r"((\d+) of \2: )?200|")
 
 @dataclass(frozen=True)
 class Recorded:
-    """An outcome, and the processor on which it was seen."""
+    """What was seen in one case with one server."""
 
-    outcome: Outcome
+    case: str
+    server: str
     processor: str
+    outcome: Outcome | None = None
+    """The outcome, or None if it was seen before outcomes were recorded."""
+    words: str = ""
+    """What was seen before outcomes were recorded, in a few words."""
+
+    @property
+    def cell(self) -> str:
+        """What other clients saw, in a few words."""
+        return _cell(self.outcome) if self.outcome else self.words
+
+    @property
+    def cells(self) -> list[str]:
+        """The row of the table with all figures."""
+        own = self.outcome.cells if self.outcome else [self.case, self.server, "", self.words, ""]
+        return [*own, self.processor]
 
 
 def load(text: str) -> Sequence[Recorded]:
     """Return the outcomes of a results file."""
-    names = {each.name for each in fields(Outcome)}
-    return [
-        Recorded(
-            Outcome(**{name: value for name, value in row.items() if name in names}),
-            row["processor"],
-        )
-        for row in json.loads(text)
-    ]
+    return msgspec.json.decode(text, type=list[Recorded])
 
 
 def dump(recorded: Sequence[Recorded]) -> str:
     """Return the text of a results file."""
-    rows = [{**asdict(each.outcome), "processor": each.processor} for each in recorded]
-    return json.dumps(rows, indent=1) + "\n"
+    text = msgspec.json.format(msgspec.json.encode(recorded), indent=1)
+    return text.decode() + "\n"
 
 
 def merge(before: Sequence[Recorded], new: Sequence[Recorded]) -> Sequence[Recorded]:
     """Return all outcomes in the order of the tables. New ones replace those of the same cell."""
-    cells = {(each.outcome.case, each.outcome.server): each for each in [*before, *new]}
+    cells = {(each.case, each.server): each for each in [*before, *new]}
     places = {name: place for place, name in enumerate(CASES)}
     servers = list(SERVERS)
 
     def place(each: Recorded) -> tuple[int, int, str]:
-        name = each.outcome.server
-        column = servers.index(name) if name in SERVERS else len(servers)
-        return places[each.outcome.case], column, name
+        column = servers.index(each.server) if each.server in SERVERS else len(servers)
+        return places[each.case], column, each.server
 
     return sorted(cells.values(), key=place)
 
 
 def readme_table(recorded: Sequence[Recorded]) -> str:
-    """Return the README's table: the reported cases, with a column for each server."""
-    seen = {(each.outcome.case, each.outcome.server): each.outcome for each in recorded}
+    """Return the README's table: reported cases that were seen, with a column for each server."""
+    seen = {(each.case, each.server): each.cell for each in recorded}
+    played = {each.case for each in recorded if not (each.outcome and each.outcome.skipped)}
     rows = [
         [
             f"{case.about} ({case.report})",
             f"`{name}`",
-            *(_cell(seen.get((name, server))) for server in TITLES),
+            *(seen.get((name, server), NOT_SEEN) for server in TITLES),
         ]
         for name, case in CASES.items()
-        if case.report
+        if case.report and name in played
     ]
     return markdown(["what happens (report)", "`CASE`", *TITLES.values()], rows)
 
 
 def figures_table(recorded: Sequence[Recorded]) -> str:
     """Return the table with every outcome and its figures."""
-    rows = [[*each.outcome.cells, each.processor] for each in recorded]
+    rows = [each.cells for each in recorded]
     head = ["case", "server", "who caused it", "bystanders", "afterwards", "processor"]
     return markdown(head, rows)
 
 
-def _cell(outcome: Outcome | None) -> str:
+def _cell(outcome: Outcome) -> str:
     """Return in a few words what other clients saw."""
-    if outcome is None:
-        return NOT_SEEN
     if outcome.skipped:
         return outcome.skipped
 
-    word = f"**{outcome.word}**" if outcome.server == OURS and outcome.is_well else outcome.word
+    word = f"**{outcome.word}**" if outcome.server == OURS and not outcome.fault else outcome.word
     if _ALL_SERVED.fullmatch(outcome.cause):
         return word
     return f"{outcome.cause}, {word}"
@@ -126,6 +134,7 @@ def write_tables(recorded: Sequence[Recorded]) -> None:
 def record(outcomes: Sequence[Outcome], processor: str) -> None:
     """Keep outcomes in the repository, and write both tables anew."""
     before = load(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
-    recorded = merge(before, [Recorded(each, processor) for each in outcomes])
+    new = [Recorded(each.case, each.server, processor, each) for each in outcomes]
+    recorded = merge(before, new)
     RESULTS.write_text(dump(recorded), encoding="utf-8")
     write_tables(recorded)

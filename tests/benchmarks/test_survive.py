@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from benchmarks.compare.servers import MANIFEST, Server
-from benchmarks.survive import adapter, benchmark, cases, play, record
+from benchmarks.survive import adapter, benchmark, cases, play
 from benchmarks.survive.container import Container, container, neighbour
 from benchmarks.survive.outcome import Outcome, summary
 from benchmarks.survive.servers import POOL_BYTES, two_engines, ullage
@@ -406,51 +406,3 @@ def test_the_end_of_the_program_ends_the_server_and_its_group(tmp_path: Path) ->
     process.communicate(timeout=60)
     assert process.returncode == benchmark.TERMINATED
     assert not folder.exists()
-
-
-SEEN = Outcome("ullage", "logprobs", cause="2 of 2: 200", whole=3, other_words=0, back_s=0.1)
-
-
-def test_recorded_outcomes_replace_those_of_the_same_cell() -> None:
-    first = record.Recorded(replace(SEEN, cause="400"), "a processor")
-    other = record.Recorded(replace(SEEN, server="vllm", broken=3, whole=0), "a processor")
-    again = record.Recorded(SEEN, "another processor")
-    merged = record.merge([first, other], [again])
-    assert merged == [other, again]
-    assert record.load(record.dump(merged)) == merged
-
-
-def test_the_readmes_table_has_a_cell_for_each_server() -> None:
-    gone = replace(SEEN, server="vllm", cause="500", broken=3, whole=0, back_s=None)
-    absent = replace(SEEN, server="ullage", case="adapters", skipped="no adapter")
-    recorded = [record.Recorded(each, "a processor") for each in (SEEN, gone, absent)]
-    rows = {
-        cells[2]: cells[3:-1]
-        for line in record.readme_table(recorded).splitlines()
-        if (cells := [cell.strip() for cell in line.split("|")])
-    }
-    assert rows["`logprobs`"] == ["—", "500, all break off, server gone", "—", "**goes on**"]
-    assert rows["`adapters`"] == ["—", "—", "—", "no adapter"]
-    assert "`kill`" not in rows, "nobody has reported it"
-
-
-@pytest.mark.parametrize(
-    ("path", "table"),
-    [(record.README, record.readme_table), (record.FIGURES, record.figures_table)],
-)
-def test_the_pages_have_the_recorded_tables(path: Path, table: Any) -> None:
-    recorded = record.load(record.RESULTS.read_text())
-    page = path.read_text()
-    assert record.between_marks(page, table(recorded)) == page, (
-        "write it with python -m benchmarks survive --record"
-    )
-
-
-def test_a_page_without_marks_is_not_written() -> None:
-    with pytest.raises(ValueError, match="lacks"):
-        record.between_marks("no table", "| a |")
-
-
-def test_quick_outcomes_are_not_recorded(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        benchmark.main([str(tmp_path), "--quick", "--record"])
