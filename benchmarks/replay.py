@@ -154,7 +154,7 @@ def note(text: str) -> None:
 
 
 def make_trace(seconds: float, rate: float, seed: int) -> list[TraceRequest]:
-    """Return requests at random times, half of which share one of two prefixes."""
+    """Return requests at random times. Half of them share one of two prefixes."""
     draw = random.Random(seed)
     trace = []
     at = draw.expovariate(rate)

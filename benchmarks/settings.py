@@ -90,10 +90,10 @@ async def phase(
 ) -> list[ChatAnswer]:
     """Send `count` prompts of `tokens` tokens from all clients. Return every response."""
     answers: list[ChatAnswer] = []
-    left = iter(range(count))
+    turns = iter(range(count))
 
     async def client() -> None:
-        for _ in left:
+        for _ in turns:
             prompt = target.prompt(next(numbers), tokens)
             answers.extend(
                 await target.client.obey(target.model, prompt, ANSWER_TOKENS, ignore_eos=True)

@@ -379,7 +379,7 @@ async def _slowdown(
 
 
 def _overlapped(steps: Sequence[TimedStep], others: Sequence[TimedStep]) -> list[TimedStep]:
-    """Return the steps during most of which one of the others was computed."""
+    """Return the steps that one of the others accompanied for most of their time."""
     spans = sorted((other.began_unix, other.ended_unix) for other in others)
     starts = [began for began, _ in spans]
     result = []

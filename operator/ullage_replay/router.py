@@ -144,7 +144,7 @@ class _Engine(Engine):
         self._num_reports = server.num_reports
 
     def catch_up(self) -> None:
-        """Handle the reports since the last call, of which only the latest one has to be read."""
+        """Handle the reports since the last call. Only the latest one has to be read."""
         num_new = self._server.num_reports - self._num_reports
         if num_new and self.model is not None:
             self._num_reports += num_new

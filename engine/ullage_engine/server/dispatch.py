@@ -51,8 +51,8 @@ class Dispatcher:
         self._engine_status = engine_status
         self._metrics = metrics
         self._policy = policy
-        self.has_grammars = False
-        """Whether a request with a grammar has been sent to a worker."""
+        self.has_matched_grammar = False
+        """Whether a worker has matched an answer against a grammar, so that it has a vocabulary."""
         self._suspect: Submission | None = None
         """Suspect that is being retried alone, or None. All other requests wait."""
 
@@ -113,7 +113,6 @@ class Dispatcher:
                 entry.fail(_internal())
             return
 
-        self.has_grammars |= any(request.grammar for request in requests)
         worker.on_submit()
         worker.link.post(Submit(requests=requests, resumed=submission.resumed))
 
@@ -148,6 +147,7 @@ class Dispatcher:
             entry.append_prompt_logprobs(answer)
             return
 
+        self.has_matched_grammar |= bool(entry.job.request.grammar)
         num_before = len(entry.output_ids)
         entry.append_output(answer)
         # Tokens behind a stop string do not count.

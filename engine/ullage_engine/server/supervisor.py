@@ -304,9 +304,13 @@ class WorkerSupervisor:
         return worker
 
     def _share_vocabulary(self, launch: WorkerLaunch) -> None:
-        """Let later workers inherit the vocabulary for grammars, if requests have grammars."""
-        ready = self._engine_status.ready
-        if self._fork_server is not None and ready is not None and self._dispatcher.has_grammars:
+        """Let later workers inherit the vocabulary for grammars, once a worker has built it.
+
+        A vocabulary that ends the process which builds it would otherwise end all workers.
+        """
+        if self._fork_server is None or not self._dispatcher.has_matched_grammar:
+            return
+        if (ready := self._engine_status.ready) is not None:
             self._fork_server.load_vocabulary(launch.model_source, ready.vocab_size)
 
     async def _start(self, launch: WorkerLaunch) -> WorkerHandle:

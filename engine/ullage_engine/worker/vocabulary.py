@@ -1,7 +1,7 @@
 """A model's vocabulary for matching grammars, which forked workers inherit from the fork server.
 
-Building a vocabulary takes about a second of CPU time. The fork server builds it once, after the
-first request with a grammar, so that requests with grammars resume as fast as others.
+Building a vocabulary takes about a second of CPU time. The fork server builds it once, after a
+worker has matched the first answer, so that requests with grammars resume as fast as others.
 """
 
 from llguidance import LLTokenizer

@@ -78,8 +78,8 @@ def _stored_bytes(store: ResponseStore, body: Body, tenant: TenantSession) -> in
         name = _CONTINUING.decode(body.peek()).previous_response_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return 0
-    found = store.find(tenant.name, name) if name else None
-    return len(found.conversation) if found else 0
+    before = store.find(tenant.name, name) if name else None
+    return len(before.conversation) if before else 0
 
 
 def _parse(
@@ -175,10 +175,10 @@ class StoredResponses:
         """Answer with a stored response."""
         tenant = self._tenant(request)
         name = self._name(request)
-        found = self._store.find(tenant, name)
-        if found is None:
+        stored = self._store.find(tenant, name)
+        if stored is None:
             raise self._unknown(name)
-        await reply.whole(HTTPStatus.OK, [_JSON_TYPE], found.body)
+        await reply.whole(HTTPStatus.OK, [_JSON_TYPE], stored.body)
 
     async def delete(self, request: Request, reply: Reply) -> None:
         """Delete a stored response. Responses that continue it stay."""
