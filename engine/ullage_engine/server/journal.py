@@ -245,13 +245,18 @@ class JournalEntry:
         if answer.reason:
             self.finish = Finish(answer.reason)
 
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """Return whether log-probabilities of prompt tokens are requested and not all received."""
+        request = self.job.request
+        return request.prompt_logprobs is not None and self._num_scored < request.num_prompt_tokens
+
     def engine_request(self) -> EngineRequest:
         """Build the worker's request from the prompt and all output received so far."""
         request = self.job.request
-        is_scored = self._num_scored >= request.num_prompt_tokens
         return msgspec.structs.replace(
             request,
-            prompt_logprobs=None if is_scored else request.prompt_logprobs,
+            prompt_logprobs=request.prompt_logprobs if self.awaits_prompt_logprobs else None,
             num_scored=self._num_scored,
             token_ids=request.token_ids + self.output_ids,
             accepted_at=0.0 if self.output_ids else self.accepted_at,

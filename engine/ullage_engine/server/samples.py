@@ -106,6 +106,11 @@ class SampleGroup:
         """Return the sample that received a token most recently."""
         return max(self.entries, key=lambda entry: entry.last_token_at or 0.0)
 
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """Return whether the sample that scores the prompt for all of them is not done with it."""
+        return self.entries[0].awaits_prompt_logprobs
+
     def take_prompt_logprobs(self) -> list[PromptLogprobs]:
         """Remove and return the log-probabilities of the prompt's tokens."""
         first = self.entries[0]

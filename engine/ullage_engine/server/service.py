@@ -259,11 +259,12 @@ class InferenceService(rpc.InferenceServiceServicer):
         """Stream the whole answer. The Accepted message is sent once admission is certain."""
         deadline = asyncio.get_running_loop().time() + self._time_limit(context)
         updates = await self._next_updates(group, deadline)
-        if (
-            not group.num_output_tokens
-            and group.all_finishes_sent
-            and group.finish.reason == "timeout"
-        ):
+        # Samples that do not score the prompt may have tokens sooner than the one that does.
+        while group.awaits_prompt_logprobs and not group.all_finishes_sent:
+            updates += await self._next_updates(group, deadline)
+
+        is_late = group.all_finishes_sent and group.finish.reason == "timeout"
+        if is_late and (not group.num_output_tokens or group.awaits_prompt_logprobs):
             raise _no_token_in_time()
         accepted = self._accepted(group)
         if served := group.job.served:

@@ -70,11 +70,25 @@ def test_every_token_has_its_entry(serve: Serve, length: int, top: int) -> None:
 @pytest.mark.parametrize(
     "samples", [pb.Samples(n=3), pb.Samples(n=1, best_of=3)], ids=["n", "best_of"]
 )
-def test_once_for_all_answers(serve: Serve, samples: pb.Samples) -> None:
+@pytest.mark.parametrize("step_s", [0.0, 0.02])
+def test_once_for_all_answers(serve: Serve, samples: pb.Samples, step_s: float) -> None:
+    """The other answers are over long before the worker has scored the last token."""
+
     async def scenario() -> None:
-        async with serve(step_s=0.0) as engine:
+        async with serve(step_s=step_s) as engine:
             answer = await engine.generate(ask(PROMPT[:20], samples=samples))
             assert_whole(answer, PROMPT[:20], 1)
+            assert len(answer.token_ids) == 2 * samples.n
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_is_not_scored_in_time(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.05) as engine:
+            request = ask(PROMPT, samples=pb.Samples(n=3))
+            with pytest.raises(grpc.aio.AioRpcError, match="within the time limit"):
+                await engine.generate(request, timeout=1.5)
 
     asyncio.run(scenario())
 
