@@ -8,11 +8,12 @@ from ullage_kv.arena import Arena, ArenaError
 from ullage_kv.file_io import FileTierError
 from ullage_kv.file_tier import FileTier
 from ullage_kv.keys import block_keys, extend_keys, namespace, part_key
-from ullage_kv.results import Result, Status
+from ullage_kv.results import FAILURES, Result, Status
 from ullage_kv.store import Block, Store
 from ullage_kv.tier import LowerTier, TierStats, Transfer
 
 __all__ = [
+    "FAILURES",
     "Arena",
     "ArenaError",
     "Block",

@@ -31,6 +31,8 @@ class Status(enum.StrEnum):
 
 
 _USABLE = {Status.STORED, Status.EXISTS, Status.HIT}
+FAILURES = tuple(status for status in Status if status not in {*_USABLE, Status.MISS})
+"""The statuses that tiers count as failures."""
 _REFUSALS = {Status.FULL, Status.BUSY, Status.TIMEOUT, Status.UNAVAILABLE}
 
 

@@ -27,7 +27,6 @@ WORKER_CPU = "ullage_worker_cpu_seconds_total"
 USED = "ullage_kv_used_ratio"
 HITS = "ullage_prefix_cache_hits_tokens_total"
 LOOKED_UP = "ullage_prefix_cache_queries_tokens_total"
-FAILURE = "a tier that fails"
 FILES = "memory.tiers.file"
 PEERS = "memory.tiers.remote"
 
@@ -500,7 +499,7 @@ TIERS = Dashboard(
                     "is slow. full: no room is left. corrupt: files are damaged. unavailable: "
                     "the tier is not used for a while after failures.",
                     "ops",
-                    [all_of("ullage_kv_tier_failures_total", "tier, status", needs=FAILURE)],
+                    [all_of("ullage_kv_tier_failures_total", "tier, status")],
                 ),
                 Panel(
                     "Read and written by peers",

@@ -27,7 +27,7 @@ from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.server.journal import JournalEntry
 from ullage_engine.server.vllm_aliases import VllmAliases
 from ullage_engine.server.worker_metrics import WorkerCollector, families
-from ullage_kv import TierStats
+from ullage_kv import FAILURES, TierStats
 from ullage_kv.service import PeerTraffic
 
 _SUCCESS = ("stop", "length")
@@ -130,8 +130,9 @@ class EngineMetrics:
             failures = names.TIER_FAILURES.family()
             for labels, tier in labelled:
                 info.add_metric((*labels, tier.backend), 1)
-                for status, count in tier.failures.items():
-                    failures.add_metric((*labels, status), count)
+                for status in FAILURES:
+                    # From zero, since Prometheus sees no increase in a counter's first sample.
+                    failures.add_metric((*labels, status), tier.failures.get(status, 0))
             missed = names.TIER_NOT_LOADED.family()
             for tier_and_reason, count in not_loaded().items():
                 missed.add_metric((*self._values, *tier_and_reason), count)

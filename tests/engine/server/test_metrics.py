@@ -5,6 +5,7 @@ import json
 import re
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -24,7 +25,7 @@ from ullage_engine.protocol.messages import Ready
 from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.metrics import EngineMetrics
-from ullage_kv import TierStats
+from ullage_kv import FAILURES, TierStats
 from ullage_kv.service import PeerTraffic
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -310,6 +311,22 @@ def test_what_peers_read_and_write_is_exported() -> None:
         "ullage_kv_peers_written_bytes_total": 250,
         "ullage_kv_peers_expired_leases_total": 5,
     }
+
+
+def test_failures_of_tiers_are_exported_before_the_first_one() -> None:
+    """So that Prometheus sees all of them as an increase."""
+    metrics = EngineMetrics("smollm2-135m")
+    counter = Counter[str]()
+    metrics.watch_tiers(lambda: [TierStats("file", "threads", failures=counter)], dict)
+    before = parse(generate_latest(metrics.registry).decode())
+    counter["full"] = 200
+    after = parse(generate_latest(metrics.registry).decode())
+    name = "ullage_kv_tier_failures_total"
+    failures = [f'{name}{{status="{each}",tier="file"}}' for each in FAILURES]
+    assert len(failures) == 7
+    assert [before[each] for each in failures] == [0] * 7
+    assert {each: after[each] for each in failures if after[each]} == {failures[0]: 200}
+    assert "full" in failures[0]
 
 
 def test_what_tiers_had_and_nobody_began_with_is_exported() -> None:
