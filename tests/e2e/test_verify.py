@@ -11,10 +11,7 @@ import psutil
 import pytest
 import yaml
 from ullage_testing.otlp import OtlpReceiver
-from ullage_testing.small_models import SOURCE, make_llama
-
-from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.tokenizer.tokenizer import load_tokenizer
+from ullage_testing.small_models import make_served_llama
 
 if TYPE_CHECKING:
     Service = Any
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 CONTEXT = 16_384
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 """Bytes of one token's KV: keys and values of two layers with two heads of 16 floats."""
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 TIMEOUT_S = 600
 
 
@@ -34,18 +30,7 @@ def service(
 ) -> "Service":
     """A service whose large pool holds two requests of 12,000 tokens, and not four."""
     tracing = {"endpoint": collector.grpc_endpoint, "samplePercent": 0}
-    folder = tmp_path_factory.mktemp("model")
-    make_llama(
-        folder,
-        vocab_size=49_152,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=CONTEXT,
-    )
-    tokenizer = load_tokenizer(resolve_source(SOURCE).path)
-    (folder / "tokenizer.json").write_bytes(tokenizer.json_bytes)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    folder = make_served_llama(tmp_path_factory.mktemp("model"), CONTEXT)
     document = {
         "apiVersion": "serving.ullage.dev/v1alpha1",
         "kind": "LLMService",

@@ -2,12 +2,14 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import http.server
 import importlib
 import json
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 import yaml
 from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until
+from ullage_testing.alerts import firing
 from ullage_testing.local_service import Service, services
 
 from ullage_operator.api.parsing import parse
@@ -195,26 +198,68 @@ def rules_of_operator() -> list[dict[str, Any]]:
 
 
 Observe = Callable[..., contextlib.AbstractContextManager[Any]]
+Watch = Callable[..., contextlib.AbstractContextManager[Any]]
 
 
 @pytest.fixture
 def observe(local_prometheus: ModuleType, program: str, tmp_path: Path) -> Observe:
-    """observe(jobs, groups): a Prometheus whose alerts fire at once, not after minutes."""
+    """observe(jobs, groups, windows): a Prometheus whose alerts fire at once, not after minutes.
 
-    def start(jobs: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Any:
+    `windows` maps durations in the rules' queries to shorter ones.
+    """
+
+    def start(
+        jobs: list[dict[str, Any]],
+        groups: list[dict[str, Any]],
+        windows: Mapping[str, str] | None = None,
+    ) -> Any:
         at_once = [
-            group
-            | {
-                "rules": [
-                    {name: value for name, value in rule.items() if name != "for"}
-                    for rule in group["rules"]
-                ]
-            }
+            group | {"rules": [hurried(rule, windows or {}) for rule in group["rules"]]}
             for group in groups
         ]
         folder = tmp_path / "prometheus"
         folder.mkdir()
         return local_prometheus.running(program, folder, jobs, at_once, seconds=1.0)
+
+    return start
+
+
+def hurried(rule: dict[str, Any], windows: Mapping[str, str]) -> dict[str, Any]:
+    """Return a rule that does not wait, and whose query covers other windows."""
+
+    def other(duration: re.Match[str]) -> str:
+        return windows.get(duration[0], duration[0])
+
+    query = re.sub(r"(?<=\[)\w+(?=\])|(?<= offset )\w+", other, rule["expr"])
+    return {name: value for name, value in rule.items() if name != "for"} | {"expr": query}
+
+
+@pytest.fixture
+def watch(observe: Observe, service: Service, manifest: dict[str, Any]) -> Watch:
+    """watch(slo, windows): a Prometheus that reads the service, and judges it by objectives."""
+    meta = manifest["metadata"]
+    name = meta["name"]
+    whose = {"namespace": meta["namespace"], "llmservice": name}
+    pods = {f"{name}-router-6c9f8d7b5-x2x4z": service.state["metrics_url"]}
+    for number, engine in enumerate(service.state["engines"]):
+        pods[f"{name}-single-{number}"] = engine["metrics_url"]
+    targets = [
+        {"targets": [address(url)], "labels": {**whose, "pod": pod}} for pod, url in pods.items()
+    ]
+    jobs = [{"job_name": "pods", "static_configs": targets, "honor_labels": True}]
+
+    @contextlib.contextmanager
+    def start(
+        slo: dict[str, str] | None = None, windows: Mapping[str, str] | None = None
+    ) -> Iterator[Any]:
+        judged = copy.deepcopy(manifest)
+        judged["spec"]["slo"] = slo or judged["spec"]["slo"]
+        groups = rule_groups(parse(judged), Settings())
+        with observe(jobs, groups, windows) as prometheus:
+            scraped = functools.partial(prometheus.query, "up == 1")
+            until(lambda: len(scraped()) == len(targets), "all is scraped")
+            until(lambda: "UllageServiceAbsent" not in firing(prometheus), "the router is seen")
+            yield prometheus
 
     return start
 

