@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from ullage_kubeapi.trial import until
 from ullage_testing.alerts import firing, make
@@ -24,19 +25,20 @@ if TYPE_CHECKING:
     from ullage_testing.certificates import Authority
 
 HOST = "127.0.0.1"
+NO_ENGINE = "127.0.0.1:1"
 
 
 @pytest.fixture
 def watched(
     observe: Any, manifest: dict[str, Any], tmp_path: Path
 ) -> Callable[..., contextlib.AbstractContextManager[Any]]:
-    """watched(targets, tls): a router of these engines, and the Prometheus that reads it."""
+    """watched(targets, **sections): a router of these engines, and the Prometheus that reads it."""
     meta = manifest["metadata"]
     pod = f"{meta['name']}-router-6c9f8d7b5-x2x4z"
     labels = {"namespace": meta["namespace"], "pod": pod}
 
     @contextlib.contextmanager
-    def start(targets: list[str], tls: dict[str, Any] | None = None) -> Iterator[Any]:
+    def start(targets: list[str], **sections: dict[str, Any]) -> Iterator[Any]:
         port = free_port()
         document = {
             "model": MODEL,
@@ -44,7 +46,7 @@ def watched(
             "grpc": {"host": HOST, "port": 0},
             "metrics": {"host": HOST, "port": port},
             "pools": [{"name": "single", "targets": targets}],
-            "tls": tls or {},
+            **sections,
         }
         config = tmp_path / "router.yaml"
         config.write_text(json.dumps(document))
@@ -89,10 +91,36 @@ def test_a_certificate_ends_soon_and_the_next_one_is_damaged(
     watched: Callable[..., Any], make_authority: "Callable[[], Authority]", tmp_path: Path
 ) -> None:
     folder = make_authority().issue(tmp_path / "tls", "demo-router.test")
-    with watched(["127.0.0.1:1"], {"router": {"dir": str(folder)}}) as prometheus:
+    with watched([NO_ENGINE], tls={"router": {"dir": str(folder)}}) as prometheus:
         until(lambda: "UllageCertificateExpires" in firing(prometheus), "it ends within a day")
 
         def damage() -> None:
             (folder / "tls.crt").write_text("no certificate")
 
         make(damage, prometheus, "UllageCertificateUnusable")
+
+
+def test_the_folder_of_files_cannot_be_used_and_then_it_is_full(
+    watched: Callable[..., Any], tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.write_text("not a folder")
+    port = free_port()
+    files = {"dir": str(disk / "files"), "max_files": 2}
+
+    def upload() -> int:
+        url = f"http://{HOST}:{port}/v1/files"
+        form = {"file": ("notes.txt", b"The harbour keeps a ledger.")}
+        answer = httpx.post(url, files=form, data={"purpose": "user_data"}, trust_env=False)
+        return answer.status_code
+
+    with watched([NO_ENGINE], http={"host": HOST, "port": port}, files=files) as prometheus:
+        until(lambda: "UllageFileStoreClosed" in firing(prometheus), "the folder is missed")
+        assert upload() == 503
+        disk.unlink()
+        until(lambda: "UllageFileStoreClosed" not in firing(prometheus), "the folder is used")
+
+        def fill() -> None:
+            assert [upload() for _ in range(3)] == [200, 200, 507]
+
+        make(fill, prometheus, "UllageFileStoreFull")
