@@ -12,8 +12,9 @@ SERVER = "ullage-engine"
 _KILL_WORKER = """
 import os, pathlib, signal
 for folder in pathlib.Path("/proc").glob("[0-9]*"):
-    # A forked process shows its command line as one word.
-    if b"-m ullage_engine.worker.main " in (folder / "cmdline").read_bytes():
+    # A forked process shows its command line as one word. This script's own has the same words.
+    is_worker = b"-m ullage_engine.worker.main " in (folder / "cmdline").read_bytes()
+    if is_worker and int(folder.name) != os.getpid():
         os.kill(int(folder.name), signal.SIGKILL)
         print("killed", folder.name)
 """
