@@ -58,7 +58,11 @@ INPUT_TOKENS = RESPONSES + "/input_tokens"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
 _SUBTREES = (MODELS + "/", RESPONSES + "/", FILES + "/", BATCHES + "/")
-_ACTIONS = {FILES + "/": CONTENT, BATCHES + "/": CANCEL}
+_ACTIONS = {
+    FILES + "/": CONTENT,
+    BATCHES + "/": CANCEL,
+    RESPONSES + "/": responses.INPUT_ITEMS,
+}
 """Ends of paths below an object of a subtree, by the subtree."""
 
 log = logging.getLogger(__name__)
@@ -247,6 +251,7 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
             "POST": GenerateEndpoint(service, responses.counting_dialect(service, store))
         },
         RESPONSES + "/": _get(stored.read) | {"DELETE": stored.delete},
+        f"{RESPONSES}/{{name}}{responses.INPUT_ITEMS}": _get(stored.input_items),
         FILES: _get(files.list) | {"POST": files.create},
         FILES + "/": _get(files.read) | {"DELETE": files.delete},
         f"{FILES}/{{name}}{CONTENT}": _get(files.content),

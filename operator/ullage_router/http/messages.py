@@ -162,15 +162,17 @@ class Request:
             self._room.handled.give_back(self._handled)
             self._handled = None
 
-    def charge(self, num_bytes: int) -> None:
+    def charge(self, num_bytes: int, tenant: str = "") -> None:
         """Reserve memory for text that the request brings along in addition to its body.
 
         Args:
             num_bytes: Size of the text in bytes.
+            tenant: The tenant to whom the memory is charged, if no body was read before.
 
         Raises:
             ServiceError: There is not enough memory for it.
         """
+        self._tenant = self._tenant or tenant
         if not self._room.take(num_bytes, self._tenant):
             raise bodies_full()
         self._taken_bytes += num_bytes

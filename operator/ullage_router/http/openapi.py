@@ -211,7 +211,7 @@ _REQUEST_HEADERS: Mapping[str, str] = {
 
 _QUERY_PARAMETERS: Mapping[str, Json] = {
     "limit": {
-        "description": "Most objects in the list: up to 10000 files, or up to 100 batches.",
+        "description": "Most objects in the list: up to 10000 files, or 100 batches or items.",
         "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
     },
     "after": {
@@ -243,6 +243,7 @@ _PATH_PARAMETERS: Mapping[str, str] = {
     "/v1/batches/{name}/cancel": "Id of a batch.",
     "/v1/models/{name}": "Name of a model.",
     "/v1/responses/{name}": "Id of a response.",
+    "/v1/responses/{name}/input_items": "Id of a response.",
 }
 
 
@@ -382,6 +383,15 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
             errors=WITH_KEY,
         ),
     },
+    "/v1/responses/{name}/input_items": _get(
+        Operation(
+            "input_items",
+            "List the items that a stored response answers.",
+            responses.InputItemList,
+            errors=WITH_KEY,
+            query=("limit", "after", "order"),
+        )
+    ),
     "/v1/files": {
         **_get(
             Operation(

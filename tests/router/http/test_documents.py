@@ -40,7 +40,8 @@ def prompt_of(service: "Service") -> str:
 
 def test_the_text_of_a_file_takes_its_place(start_service: "StartService", tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with start_service(**with_files(tmp_path)) as service:
+        storing = {"responses": {"enabled": True}}
+        async with start_service(**with_files(tmp_path), routing=storing) as service:
             name = await upload(service, "# Notes\nCafé.")
             await service.openai.chat.completions.create(model="tiny", messages=asking(name))
             expected = "<user># Notes\nCafé.\nWhy?\n<assistant>"
@@ -51,8 +52,10 @@ def test_the_text_of_a_file_takes_its_place(start_service: "StartService", tmp_p
                 {"type": "input_text", "text": "Why?"},
             ]
             items: Any = [{"role": "user", "content": parts}]
-            await service.openai.responses.create(model="tiny", input=items)
+            answer = await service.openai.responses.create(model="tiny", input=items)
             assert prompt_of(service) == expected
+            [item] = (await service.openai.responses.input_items.list(answer.id)).data
+            assert [part.to_dict() for part in item.content] == parts
 
             body = {"messages": asking(name)}
             counted = (await service.http.post("/tokenize", json=body)).json()["count"]

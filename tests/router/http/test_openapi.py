@@ -51,8 +51,9 @@ from ullage_router.http.responses import answers as responses_answers
 from ullage_router.http.responses.answer import ResponsesAnswer
 from ullage_router.http.responses.endpoint import COUNTED
 from ullage_router.http.responses.errors import ERRORS as RESPONSES_ERRORS
+from ullage_router.http.responses.input_items import encode_items, read_page
 from ullage_router.http.responses.requests import read_request
-from ullage_router.http.responses.schemas import ResponsesRequest, ResponsesTool
+from ullage_router.http.responses.schemas import Item, ItemPart, ResponsesRequest, ResponsesTool
 from ullage_router.http.responses.store import ResponseStore
 
 if TYPE_CHECKING:
@@ -317,6 +318,17 @@ def examples() -> Iterator[tuple[Any, Any]]:
     yield from message_examples()
 
 
+ITEMS = [
+    Item(role="user", content=[ItemPart("input_text", "x"), ItemPart("input_file", file_id="f")]),
+    Item(role="assistant", content=[ItemPart("refusal", refusal="no")]),
+    Item("reasoning", content="x", summary=[ItemPart("summary_text", "y")]),
+    Item("function_call", call_id="c", name="f", namespace="ns", arguments="{}"),
+    Item("custom_tool_call", call_id="c", name="f", namespace="ns", input="x"),
+    Item("function_call_output", call_id="c", output="x"),
+    Item("custom_tool_call_output", call_id="c", output="x"),
+]
+
+
 def response_examples() -> Iterator[tuple[Any, Any]]:
     """Yield answers and events of the Responses API, each with its type."""
     body = b'{"input": "x", "instructions": "y", "metadata": {"a": "b"}, "user": "me"}'
@@ -332,6 +344,7 @@ def response_examples() -> Iterator[tuple[Any, Any]]:
     data += answer.of(inference_pb2.GenerateResponse(finished=FINISHED))
     data += answer.failed(errors.no_engine()) + RESPONSES_ERRORS.event(errors.no_engine())
     yield responses_answers.Response, answer.whole(ACCEPTED)
+    yield responses_answers.InputItemList, json.loads(read_page(encode_items(ITEMS, None), {}))
     counted = CountAnswer(RESPONSES_ERRORS, COUNTED).whole(ACCEPTED)
     yield responses_answers.InputTokens, counted
     yield from events(responses_answers.EVENTS, data)

@@ -41,6 +41,7 @@ HERMES = (
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 HARMONY = HERMES.replace("tool_call>", "|channel|>")
+NOTHING: Any = {"conversation": b"", "input_items": b"", "root": ""}
 STORING: Any = {"routing": {"responses": {"enabled": True}}}
 
 
@@ -534,10 +535,10 @@ def test_the_store_is_bounded_in_bytes_and_time() -> None:
     section = ResponsesSection(enabled=True, ttl=10.0, max_bytes=10 * OVERHEAD_BYTES)
     store = ResponseStore(section, lambda: now)
     for i in range(9):
-        store.add("", f"resp_{i}", b"", b"", "")
+        store.add("", f"resp_{i}", b"", **NOTHING)
     assert store.num_bytes == 9 * OVERHEAD_BYTES
     for i in range(3):
-        store.add("a", f"resp_{i}", b"x" * OVERHEAD_BYTES, b"", "")
+        store.add("a", f"resp_{i}", b"x" * OVERHEAD_BYTES, **NOTHING)
     # A tenant has at most half of the store, and the oldest of all responses are dropped.
     assert store.find("a", "resp_0") is None
     assert store.find("a", "resp_2") is not None
@@ -550,8 +551,8 @@ def test_the_store_is_bounded_in_bytes_and_time() -> None:
     now = 10.0
     assert store.find("", "resp_8") is None
     assert not store.remove("a", "resp_2")
-    store.add("", "new", b"", b"", "")
-    assert store.num_bytes == OVERHEAD_BYTES
+    store.add("", "new", b"", conversation=b"x", input_items=b"yy", root="")
+    assert store.num_bytes == OVERHEAD_BYTES + 3
 
 
 def test_what_a_response_repeats_stays_charged() -> None:
@@ -577,3 +578,19 @@ def test_what_a_response_repeats_stays_charged() -> None:
     request.release()
     assert room.taken == 0
     assert room.take(500, "a")
+
+
+def test_a_list_is_charged_to_its_tenant_without_a_body() -> None:
+    room = BodyRoom(1000)
+    scope: Any = {"method": "GET", "path": "/v1/responses/resp_1/input_items", "headers": []}
+
+    async def receive() -> Any:
+        raise AssertionError("the request has no body")
+
+    request = Request(scope, receive, HTTPLimits(), room)
+    request.charge(400, "a")
+    with pytest.raises(ServiceError, match="memory"):
+        request.charge(400, "a")  # a tenant has half of the memory
+    assert room.take(500, "b")
+    request.release()
+    assert room.taken == 500

@@ -1,4 +1,4 @@
-"""Reads the queries and ids of requests for stored objects: files and batches."""
+"""Reads the queries and ids of requests for stored objects: files, batches and responses."""
 
 from collections.abc import Mapping
 

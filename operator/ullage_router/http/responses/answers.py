@@ -1,7 +1,7 @@
 """The bodies and events of /v1/responses, as typed structures for the OpenAPI document.
 
 `answer.py` writes responses without using these structures. Tests parse real responses into these
-structures, to detect fields that are missing from either.
+structures, to detect fields that are missing from either. `input_items.py` uses those of items.
 """
 
 from typing import Literal
@@ -16,6 +16,7 @@ from ullage_router.http.openai.answers import (
 )
 
 Status = Literal["in_progress", "completed", "incomplete"]
+Role = Literal["user", "assistant", "system", "developer"]
 AnyObject = dict[str, object]
 
 
@@ -33,6 +34,12 @@ class ReasoningText(Answer, frozen=True, kw_only=True, tag_field="type", tag="re
     text: str
 
 
+class SummaryText(Answer, frozen=True, kw_only=True, tag_field="type", tag="summary_text"):
+    """A summary of reasoning that a client sent."""
+
+    text: str
+
+
 class OutputMessage(Answer, frozen=True, kw_only=True, tag_field="type", tag="message"):
     """The assistant's message."""
 
@@ -43,11 +50,11 @@ class OutputMessage(Answer, frozen=True, kw_only=True, tag_field="type", tag="me
 
 
 class OutputReasoning(Answer, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """The model's reasoning."""
+    """The model's reasoning, which has no summary unless a client sent one."""
 
     id: str
     status: Status
-    summary: list[str]
+    summary: list[SummaryText]
     content: list[ReasoningText]
 
 
@@ -76,6 +83,68 @@ class OutputCustomCall(Answer, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
+
+
+class InputText(Answer, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
+    """A text of a request."""
+
+    text: str
+
+
+class InputFile(Answer, frozen=True, kw_only=True, tag_field="type", tag="input_file"):
+    """A file that a request names."""
+
+    file_id: str
+
+
+class RefusalText(Answer, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
+    """A refusal that a client sent as the assistant's."""
+
+    refusal: str
+
+
+class InputMessage(Answer, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """A message of a request or of an earlier answer."""
+
+    id: str
+    status: Status = "completed"
+    role: Role
+    content: list[InputText | InputFile | OutputText | RefusalText]
+
+
+class CallOutput(Answer, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"):
+    """The result of a function call."""
+
+    id: str
+    status: Status = "completed"
+    call_id: str
+    output: str | list[InputText | InputFile]
+
+
+class CustomCallOutput(
+    Answer, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"
+):
+    """The result of a custom tool's call."""
+
+    id: str
+    status: Status = "completed"
+    call_id: str
+    output: str | list[InputText | InputFile]
+
+
+AnyInputItem = (
+    InputMessage | OutputReasoning | OutputCall | OutputCustomCall | CallOutput | CustomCallOutput
+)
+
+
+class InputItemList(Answer, frozen=True, kw_only=True):
+    """A page of the items that a response answers."""
+
+    object: Literal["list"]
+    data: list[AnyInputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class InputTokensDetails(PromptTokensDetails, frozen=True, kw_only=True):

@@ -9,7 +9,8 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import unknown_response
-from ullage_router.http.messages import Body, Reply, Request, without_slash
+from ullage_router.http.files.queries import object_id
+from ullage_router.http.messages import Body, Reply, Request
 from ullage_router.http.openai.endpoint import (
     CountAnswer,
     Dialect,
@@ -18,8 +19,9 @@ from ullage_router.http.openai.endpoint import (
 )
 from ullage_router.http.responses.answer import ResponsesAnswer
 from ullage_router.http.responses.errors import ERRORS
+from ullage_router.http.responses.input_items import read_page
 from ullage_router.http.responses.requests import SAMPLING, Asked, read_request
-from ullage_router.http.responses.store import ResponseStore
+from ullage_router.http.responses.store import ResponseStore, StoredResponse
 from ullage_router.prompts.tools.forced_calls import FURTHER
 from ullage_router.server.service import RouterService
 from ullage_router.tenants.session import TenantSession
@@ -27,6 +29,8 @@ from ullage_router.tokenizer.model import Model
 
 COUNTED: Mapping[str, object] = {"object": "response.input_tokens"}
 """Fields of the response that counts tokens, in addition to their number."""
+INPUT_ITEMS = "/input_items"
+"""End of the path of a response's input items."""
 _JSON_TYPE = (b"content-type", b"application/json")
 
 
@@ -70,7 +74,7 @@ _CONTINUING = msgspec.json.Decoder(_Continuing)
 
 
 def _stored_bytes(store: ResponseStore, body: Body, tenant: TenantSession) -> int:
-    """Return the size in bytes of the conversation that a request continues.
+    """Return the size in bytes of the response that a request continues.
 
     It is 0 for invalid bodies, which `_parse` refuses.
     """
@@ -79,7 +83,7 @@ def _stored_bytes(store: ResponseStore, body: Body, tenant: TenantSession) -> in
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return 0
     before = store.find(tenant.name, name) if name else None
-    return len(before.conversation) if before else 0
+    return before.continued_bytes if before else 0
 
 
 def _parse(
@@ -154,7 +158,14 @@ def _keep(
     # Serialized messages that follow one another are the serialized list of all their turns.
     conversation = asked.conversation + answered
     root = asked.previous.root if asked.previous else name
-    store.add(tenant, name, body, conversation, root)
+    store.add(
+        tenant,
+        name,
+        body,
+        conversation=conversation,
+        input_items=asked.input_items,
+        root=root,
+    )
 
 
 class StoredResponses:
@@ -174,23 +185,32 @@ class StoredResponses:
     async def read(self, request: Request, reply: Reply) -> None:
         """Answer with a stored response."""
         tenant = self._tenant(request)
-        name = self._name(request)
-        stored = self._store.find(tenant, name)
-        if stored is None:
-            raise self._unknown(name)
+        stored = self._find(tenant, object_id(request, self._prefix))
         await reply.whole(HTTPStatus.OK, [_JSON_TYPE], stored.body)
+
+    async def input_items(self, request: Request, reply: Reply) -> None:
+        """Answer with a page of the items that a stored response answers."""
+        tenant = self._tenant(request)
+        items = self._find(tenant, object_id(request, self._prefix, INPUT_ITEMS)).input_items
+        request.charge(len(items), tenant)
+        page = functools.partial(read_page, items, request.query)
+        body = await self._service.intake.run(len(items), tenant, page)
+        await reply.whole(HTTPStatus.OK, [_JSON_TYPE], body)
 
     async def delete(self, request: Request, reply: Reply) -> None:
         """Delete a stored response. Responses that continue it stay."""
         tenant = self._tenant(request)
-        name = self._name(request)
+        name = object_id(request, self._prefix)
         if not self._store.remove(tenant, name):
             raise self._unknown(name)
         deleted = {"id": name, "object": "response", "deleted": True}
         await reply.whole(HTTPStatus.OK, [_JSON_TYPE], msgspec.json.encode(deleted))
 
-    def _name(self, request: Request) -> str:
-        return without_slash(request.path).removeprefix(self._prefix)
+    def _find(self, tenant: str, name: str) -> StoredResponse:
+        stored = self._store.find(tenant, name)
+        if stored is None:
+            raise self._unknown(name)
+        return stored
 
     def _tenant(self, request: Request) -> str:
         return self._service.tenants.open_session(request.headers.get("authorization")).name

@@ -15,6 +15,7 @@ from ullage_router.http.openai.decoding import body_decoder, parse_fields, utf8
 from ullage_router.http.openai.requests import from_common
 from ullage_router.http.openai.responses import JSON
 from ullage_router.http.openai.schemas import Common, JsonSchema, ResponseFormat
+from ullage_router.http.responses.input_items import encode_items
 from ullage_router.http.responses.items import add_items
 from ullage_router.http.responses.schemas import ResponsesRequest, TextFormat
 from ullage_router.http.responses.store import ResponseStore, StoredResponse
@@ -59,9 +60,11 @@ class Asked:
     conversation: bytes
     """Serialized `Messages` without the instructions. Empty if the response is not to be stored.
 
-    Long conversations are not stored, since requests that continue them would avoid the turns that
-    long bodies take.
+    Long bodies and conversations are not stored, since requests that continue them would avoid the
+    turns that long bodies take.
     """
+    input_items: bytes
+    """JSON list of the items that the response answers. Empty if it is not to be stored."""
     previous: StoredResponse | None
     """The response that the request continues."""
     namespaces: Mapping[str, str]
@@ -97,7 +100,9 @@ def read_request(
     body, ignored = parse_fields(_BODY, data)
     _check_options(body, drops_turns=drops_turns)
     previous = _previous(body, tenant, store)
-    is_stored = _is_stored(body, store)
+    is_stored = _is_stored(body, store) and len(data) <= LONG_BODY_BYTES
+    # The conversion empties the list. Copies of long ones would take megabytes.
+    given = list(body.input) if is_stored and not isinstance(body.input, str) else body.input
 
     request = _without_input(body)
     messages = request.messages
@@ -114,8 +119,14 @@ def read_request(
         given = f"a conversation with {len(messages.messages)} turns"
         raise invalid_value("input", given, f"at most {MAX_MESSAGES} turns")
     check_calls(sum(len(message.tool_calls) for message in messages.messages))
-    is_short = messages.ByteSize() <= LONG_BODY_BYTES
-    conversation = _stored(body, messages) if is_stored and is_short else b""
+    conversation = b""
+    input_items = b""
+    if is_stored and messages.ByteSize() <= LONG_BODY_BYTES:
+        input_items = encode_items(given, previous)
+        if len(input_items) > LONG_BODY_BYTES:
+            input_items = b""
+        else:
+            conversation = _stored(body, messages)
 
     if arguments := _template_arguments(body):
         messages.template_arguments = utf8_json("chat_template_kwargs", arguments)
@@ -126,7 +137,8 @@ def read_request(
 
     repeated = _repeated(body, is_stored=bool(conversation))
     repeated["tools"] = msgspec.Raw(msgspec.json.encode([as_answered(tool) for tool in tools]))
-    kept_bytes = len(conversation) + sum(
+    kept_bytes = len(conversation) + len(input_items)
+    kept_bytes += sum(
         len(bytes(value)) for value in repeated.values() if isinstance(value, msgspec.Raw)
     )
     # Later requests of a conversation go to the engine that has its beginning in its cache.
@@ -147,6 +159,7 @@ def read_request(
         cache_key,
         repeated,
         conversation,
+        input_items,
         previous,
         namespaces,
         custom_tools,

@@ -22,6 +22,8 @@ class StoredResponse:
     """The response's JSON."""
     conversation: bytes
     """Serialized `Messages` without the instructions. The answer is the last turn."""
+    input_items: bytes
+    """JSON list of the items that the response answers, as clients read them, the oldest first."""
     root: str
     """Id of the first response of the conversation."""
     expires: float
@@ -30,11 +32,16 @@ class StoredResponse:
     @property
     def num_bytes(self) -> int:
         """Size of the response in memory, in bytes."""
-        return len(self.body) + len(self.conversation) + OVERHEAD_BYTES
+        return self.continued_bytes + OVERHEAD_BYTES
+
+    @property
+    def continued_bytes(self) -> int:
+        """Size in bytes of all that a request reads to continue the response."""
+        return len(self.body) + len(self.conversation) + len(self.input_items)
 
 
 OVERHEAD_BYTES = 1024
-"""Estimate of a stored response's memory in addition to its JSON and its conversation."""
+"""Estimate of a stored response's memory in addition to its JSON, conversation and items."""
 
 
 class ResponseStore:
@@ -68,10 +75,20 @@ class ResponseStore:
         found = self._stored.get((tenant, name))
         return found if found and found.expires > self._clock() else None
 
-    def add(self, tenant: str, name: str, body: bytes, conversation: bytes, root: str) -> None:
+    def add(
+        self,
+        tenant: str,
+        name: str,
+        body: bytes,
+        *,
+        conversation: bytes,
+        input_items: bytes,
+        root: str,
+    ) -> None:
         """Store a response, and drop expired responses and those for which there is no room."""
         self.remove(tenant, name)
-        stored = StoredResponse(body, conversation, root, self._clock() + self._section.ttl)
+        expires = self._clock() + self._section.ttl
+        stored = StoredResponse(body, conversation, input_items, root, expires)
         self._stored[tenant, name] = stored
         self.num_bytes += stored.num_bytes
         self._of_tenants[tenant] += stored.num_bytes
