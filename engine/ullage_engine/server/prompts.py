@@ -46,9 +46,10 @@ async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBun
     if request.WhichOneof("input") == "text":
         # A raw prompt is the model's whole input, so its special tokens count as such.
         text = request.text
-        ids_of = _embedded_ids if request.embed else _text_ids
-        if request.omit_special_tokens:
-            ids_of = _bare_ids
+        if request.embed:
+            ids_of = _guarded_ids if request.omit_special_tokens else _embedded_ids
+        else:
+            ids_of = _bare_ids if request.omit_special_tokens else _text_ids
         encode: Callable[[], list[int]] = functools.partial(ids_of, text, tokenizer_bundle)
     else:
         text, encode = _render(request.messages, tokenizer_bundle)
@@ -91,7 +92,11 @@ def _bare_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
 
 def _embedded_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
     affixes = tokenizer_bundle.tokenizer.affixes
-    return [*affixes.prefix, *tokenizer_bundle.guarded.encode(text), *affixes.suffix]
+    return [*affixes.prefix, *_guarded_ids(text, tokenizer_bundle), *affixes.suffix]
+
+
+def _guarded_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
+    return tokenizer_bundle.guarded.encode(text)
 
 
 def _render(

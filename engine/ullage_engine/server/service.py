@@ -233,7 +233,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         check_request(request, limits)
         grammar = await self._grammars.text(request)
         whole_prompt = await prompt_ids(request, tokenizer_bundle)
-        token_ids = truncated(whole_prompt, request, limits.max_model_len)
+        affixes = tokenizer_bundle.tokenizer.affixes
+        token_ids = truncated(whole_prompt, request, limits.max_model_len, affixes)
         bad_words = bad_word_ids(request.sampling.bad_words, tokenizer_bundle.tokenizer)
         checked = validated_request(
             request, token_ids, key, limits, self._config.limits, grammar, bad_words

@@ -138,7 +138,7 @@ class PromptBuilder:
         if kind == "token_ids":
             if not request.truncate_prompt_tokens:
                 self._check_count(len(request.token_ids.ids))
-            ids = truncated(array("I", request.token_ids.ids), request, context)
+            ids = truncated(array("I", request.token_ids.ids), request, context, model.affixes)
             check_prompt_tokens(ids, model.vocab_size)
             return Prompt(model, ids)
         if kind == "text":
@@ -150,9 +150,10 @@ class PromptBuilder:
     ) -> Prompt:
         size = len(request.text)
         self._check_whole(size, "prompt")
-        encode = model.encode_whole if request.embed else model.encode
-        if request.omit_special_tokens:
-            encode = model.encode_bare
+        if request.embed:
+            encode = model.encode_guarded if request.omit_special_tokens else model.encode_whole
+        else:
+            encode = model.encode_bare if request.omit_special_tokens else model.encode
         context = self._engines.max_model_len
         most = COUNTED_CONTEXTS * context
         longest = most if request.truncate_prompt_tokens else context
@@ -165,9 +166,11 @@ class PromptBuilder:
             if fewest > longest:
                 return self._too_long("prompt", fewest)
             try:
-                return truncated(encode(text, most), request, context)
+                return truncated(encode(text, most), request, context, model.affixes)
             except PromptError as error:
                 return invalid("prompt", f"prompt: {error}")
+            except ServiceError as error:
+                return error.with_traceback(None)
             except TooManyTokens:
                 return self._too_long("prompt", most)
 
@@ -211,7 +214,7 @@ class PromptBuilder:
                     if keeps_turns and are_more(model, map(squeezed, last), context):
                         return self._too_long("messages", context)
                 ids = model.render(turns, use.tools, use.opening, arguments, most, end)
-                return truncated(ids, request, context)
+                return truncated(ids, request, context, model.affixes)
             except PromptError as error:
                 return invalid("messages", f"messages: {error}")
             except TooManyTokens:

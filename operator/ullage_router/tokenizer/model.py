@@ -205,14 +205,22 @@ class Model:
             PromptError: the text cannot be tokenised.
             TooManyTokens: the text has more than `most` tokens.
         """
+        ids = self.encode_guarded(text, most)
+        return array("I", self.affixes.prefix) + ids + array("I", self.affixes.suffix)
+
+    def encode_guarded(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
+        """Return a text's token ids as `encode_whole` does, but without adding special tokens.
+
+        Raises:
+            PromptError: the text cannot be tokenised.
+            TooManyTokens: the text has more than `most` tokens.
+        """
         try:
             if self.guard and self.guard.guarded:
-                ids = self.encoder.encode_pieces([TokenPiece(text)] if text else [], most)
-            else:
-                ids = self.encoder.encode(text, most)
+                return self.encoder.encode_pieces([TokenPiece(text)] if text else [], most)
+            return self.encoder.encode(text, most)
         except (SpecialTokenError, UncutText) as error:
             raise PromptError(str(error)) from error
-        return array("I", self.affixes.prefix) + ids + array("I", self.affixes.suffix)
 
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens in a text, without tokenising it."""

@@ -272,8 +272,6 @@ def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
 def _check_embedding(request: inference_pb2.GenerateRequest) -> None:
     for field in ("messages", "sampling", "stop", "output", "samples", "grammar", "continuation"):
         _require(not request.HasField(field), field, "set", "nothing with embed")
-    for field in ("truncate_prompt_tokens", "omit_special_tokens"):
-        _require(not getattr(request, field), field, "set", "nothing with embed")
 
 
 def check_task(request: inference_pb2.GenerateRequest, task: inference_pb2.Task, name: str) -> None:

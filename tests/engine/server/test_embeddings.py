@@ -156,6 +156,17 @@ def test_text_gets_the_special_tokens_of_its_tokenizer(
             whole = fake.vector_of([1, 4, 5, 4, 5, 2])
             assert await embedding(engine, ask(text="one two one two")) == whole
 
+            for fields, ids in (
+                ({"truncate_prompt_tokens": 4}, [1, 4, 5, 2]),
+                ({"truncate_prompt_tokens": -1}, [1, 4, 5, 4, 5, 2]),
+                ({"omit_special_tokens": True}, [4, 5, 4, 5]),
+                ({"omit_special_tokens": True, "truncate_prompt_tokens": 3}, [4, 5, 4]),
+            ):
+                asked = ask(text="one two one two", **fields)
+                assert await embedding(engine, asked) == fake.vector_of(ids), fields
+            error = await refusal(engine, ask(text="one two", truncate_prompt_tokens=2))
+            assert error.metadata["field"] == "truncate_prompt_tokens"
+
     asyncio.run(scenario())
 
 

@@ -415,9 +415,12 @@ def test_texts_to_embed_have_no_special_tokens_but_those_around_them(kind: str) 
     model = make_model(tokenizer, "")
     for text in ("", "a b", "\u00e9t\u00e9  x"):
         assert list(model.encode_whole(text)) == tokenizer.encode(text).ids
+        bare = tokenizer.encode(text, add_special_tokens=False).ids
+        assert list(model.encode_guarded(text)) == bare
     ids = model.encode_whole("a</s> b <s>")
     assert (ids[0], ids[-1]) == (begin, end)
     assert not {begin, end} & {*ids[1:-1]}
+    assert model.encode_guarded("a</s> b <s>") == ids[1:-1]
 
 
 def test_a_template_that_writes_parts_of_tokens_around_texts_is_no_way_in() -> None:

@@ -116,12 +116,35 @@ def test_the_prompt_alone_is_priced(start_service: StartService) -> None:
     asyncio.run(scenario())
 
 
+def test_long_inputs_are_cut_to_their_first_tokens(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(max_model_len=160) as service:
+            await learn(service)
+            long = "abcdefghij" * 50
+            numbers = list(range(1, 201))
+            for most, kept in ((4, 4), (160, 160), (-1, 160), (200, 200)):
+                more = {"truncate_prompt_tokens": most, "truncation_side": "right"}
+                answer = await post(service, [long, "abc", numbers], **more)
+                if kept > 160:  # the context
+                    assert answer.json()["error"]["param"] == "input[0]"
+                    continue
+                inputs = [ids(long)[:kept], ids("abc")[:kept], numbers[:kept]]
+                vectors = [tuple(data["embedding"]) for data in answer.json()["data"]]
+                assert vectors == [vector_of(each) for each in inputs]
+                assert answer.json()["usage"]["prompt_tokens"] == sum(map(len, inputs))
+            assert not any(sent.truncate_prompt_tokens for sent in service.engine.requests)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"dimensions": 2}, "dimensions"),
         ({"encoding_format": "hex"}, "encoding_format"),
-        ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 4, "truncation_side": "left"}, "truncation_side"),
         ({"input": []}, "input"),
         ({"input": ""}, "input"),
         ({"input": ["a", ""]}, "input[1]"),

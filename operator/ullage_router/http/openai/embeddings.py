@@ -38,9 +38,9 @@ from ullage_router.http.openai.endpoint import (
     as_service_error,
     request_id,
 )
-from ullage_router.http.openai.requests import set_tokens
+from ullage_router.http.openai.requests import check_truncation, set_tokens
 from ullage_router.http.openai.responses import JSON, prompt_tokens_details
-from ullage_router.http.openai.schemas import AtLeastOne, Refusing, Token
+from ullage_router.http.openai.schemas import AtLeastOne, Refusing, Token, TruncatePromptTokens
 from ullage_router.http.sessions import open_session, set_priority
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
 from ullage_router.server.service import RouterService
@@ -72,13 +72,13 @@ class EmbeddingsRequest(Refusing, frozen=True, kw_only=True):
     cache_salt: str | None = None
     dimensions: AtLeastOne | None = None
     """Number of elements of each embedding. Only the model's own number is possible."""
-    truncate_prompt_tokens: object = None
+    truncate_prompt_tokens: TruncatePromptTokens | None = None
+    """Number of tokens to keep of each input, its first ones. -1 keeps what fits the context."""
+    truncation_side: object = None
+    """The side that `truncate_prompt_tokens` cuts off. Only the end is ever cut off."""
     add_special_tokens: bool | None = None
 
-    NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
-        "truncate_prompt_tokens": (None,),
-        "add_special_tokens": (None, True),
-    }
+    NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {"truncation_side": (None, "right")}
 
 
 _BODY = body_decoder(EmbeddingsRequest)
@@ -433,6 +433,7 @@ def parse_embeddings(data: Body) -> Inputs:
         ServiceError: The body is invalid. The error names the field.
     """
     body, ignored = parse_fields(_BODY, data.take())
+    check_truncation(body.truncate_prompt_tokens)
     asked = _requests(body)
     names = [_name(i, len(asked)) for i in range(len(asked))]
     is_base64 = body.encoding_format == "base64"
@@ -475,6 +476,8 @@ def _request(
     body: EmbeddingsRequest, item: str | int | Sequence[int], field: str
 ) -> inference_pb2.GenerateRequest:
     request = embedding_request(body.model, body.cache_salt)
+    request.truncate_prompt_tokens = body.truncate_prompt_tokens or 0
+    request.omit_special_tokens = body.add_special_tokens is False
     if isinstance(item, str):
         request.text = utf8(field, item)
     elif isinstance(item, int):

@@ -121,6 +121,16 @@ def from_completion(completion: CompletionRequest) -> list[Request]:
     return _with_prompts(request, completion.prompt)
 
 
+def check_truncation(most: int | None) -> None:
+    """Check the number of tokens to which a prompt is truncated.
+
+    Raises:
+        ServiceError: The number is 0, with which no prompt would be left.
+    """
+    if most == 0:
+        raise invalid_value("truncate_prompt_tokens", 0, "-1, or at least 1")
+
+
 def from_common(common: Common, max_tokens: int | None) -> Request:
     """Convert the fields that endpoints share to a GenerateRequest without its input.
 
@@ -129,8 +139,7 @@ def from_common(common: Common, max_tokens: int | None) -> Request:
     """
     if common.stream and common.prompt_logprobs is not None:
         raise invalid_value("prompt_logprobs", common.prompt_logprobs, "null with stream")
-    if common.truncate_prompt_tokens == 0:
-        raise invalid_value("truncate_prompt_tokens", 0, "-1, or at least 1")
+    check_truncation(common.truncate_prompt_tokens)
     # The smallest set of tokens, as `top_p: 0` means it, is the likeliest token alone.
     is_likeliest = common.top_p == 0
     top_k = 1 if is_likeliest else common.top_k

@@ -52,6 +52,7 @@ Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
 The length of the list is limited, because each text adds at least two bytes to the grammar, whose
 size is limited.
 """
+TruncatePromptTokens = Annotated[int, msgspec.Meta(ge=-1, le=MAX_PROMPT_TOKENS)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
@@ -337,7 +338,7 @@ class Common(Unsupported, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Whether logprobs name tokens as `token_id:5` instead of by their text."""
-    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=MAX_PROMPT_TOKENS)] | None = None
+    truncate_prompt_tokens: TruncatePromptTokens | None = None
     """Number of the prompt's last tokens to keep, or -1 for as many as fit the context."""
     add_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
