@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     StartService = Any
 
 WORDS = "Hello big world"
+CALLING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+    "</tool_call>{% endfor %}{% endfor %}"
+)
 STORING: Any = {"routing": {"responses": {"enabled": True}}}
 LOGPROBS: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
 KEY = "{}-key-0123456789"
@@ -139,6 +144,36 @@ def test_a_response_that_continues_others_lists_the_whole_conversation(
             assert (ids[1], ids[3]) == (first.output[0].id, second.output[0].id)
             assert not page.data[1].content[0].logprobs
             await listed(service, last.id)
+
+    asyncio.run(scenario())
+
+
+def test_calls_of_earlier_answers_are_listed_as_they_were(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(template=CALLING, **STORING) as service:
+            function = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+            space = {"type": "namespace", "name": "sky", "description": "d", "tools": [function]}
+            tools: Any = [space, {"type": "custom", "name": "shell"}]
+            calls = (
+                '{"name": "sky.weather", "arguments": {"city": "Oslo"}}',
+                '{"name": "shell", "arguments": {"input": "ls"}}',
+            )
+            service.engine.script.words = tuple(f"<tool_call>{call}</tool_call>" for call in calls)
+            body = {"model": "tiny", "input": "Oslo?", "tools": tools}
+            first = (await service.http.post("/v1/responses", json=body)).json()
+            assert [item["type"] for item in first["output"]] == [
+                "function_call",
+                "custom_tool_call",
+            ]
+            results = [
+                {"type": f"{call['type']}_output", "call_id": call["call_id"], "output": "x"}
+                for call in first["output"]
+            ]
+            body = {"model": "tiny", "input": results, "previous_response_id": first["id"]}
+            second = (await service.http.post("/v1/responses", json=body)).json()
+
+            _, *answered, _, _ = (await listed(service, second["id"], order="asc"))["data"]
+            assert answered == first["output"]
 
     asyncio.run(scenario())
 
