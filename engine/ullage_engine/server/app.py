@@ -274,6 +274,8 @@ class EngineApp:
 
     def _fail_all(self, message: str) -> None:
         lost = _engine_lost(message)
+        # A request may still arrive in the journal, once its prompt is tokenised.
+        self._engine_status.stay_out(message)
         self._journal.end_all(lambda entry: entry.fail(lost))
 
     async def _drain(self, hurry: asyncio.Event) -> None:

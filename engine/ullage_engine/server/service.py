@@ -131,6 +131,8 @@ class InferenceService(rpc.InferenceServiceServicer):
             self._ticket_verifier.admit(request, context.invocation_metadata())
             tokenizer_bundle = self._accepting()
             job = await self._job(request, key, served, tokenizer_bundle)
+            # The engine may have begun to drain or stay out while the grammar was compiled.
+            self._accepting()
             prefix = tokenizer_bundle.tokenizer.decode(job.request.token_ids) if job.echo else ""
             group = SampleGroup(job, tokenizer_bundle.token_bytes, prefix, _pace_of(context))
         except ServiceError as error:
