@@ -194,12 +194,7 @@ class InferenceService(rpc.InferenceServiceServicer):
 
     def _accepting(self) -> TokenizerBundle:
         if self._engine_status.draining:
-            raise ServiceError(
-                grpc.StatusCode.UNAVAILABLE,
-                "DRAINING",
-                "this engine is stopping; use another",
-                retry_after_s=RETRY_AFTER_LOADING_S,
-            )
+            raise _stopping()
         if reason := self._engine_status.not_ready_reason:
             raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", reason)
         if len(self._journal) >= MAX_OPEN_REQUESTS:
@@ -266,9 +261,13 @@ class InferenceService(rpc.InferenceServiceServicer):
         while group.awaits_prompt_logprobs and not group.all_finishes_sent:
             updates += await self._next_updates(group, deadline)
 
+        is_unscored = group.awaits_prompt_logprobs
         is_late = group.all_finishes_sent and group.finish.reason == "timeout"
-        if is_late and (not group.num_output_tokens or group.awaits_prompt_logprobs):
+        if is_late and (is_unscored or not group.num_output_tokens):
             raise _no_token_in_time()
+        if is_unscored:
+            raise _stopping() if self._engine_status.draining else _not_scored()
+
         accepted = self._accepted(group)
         if served := group.job.served:
             served.happened("first_token", seconds=served.seconds, **_tiers(accepted.accepted))
@@ -386,6 +385,24 @@ def _log_end(
         "seconds": served.seconds,
     }
     served.end("refused" if is_refused else "finished", fields, error=outcome if is_failed else "")
+
+
+def _stopping() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "DRAINING",
+        "this engine is stopping; use another",
+        retry_after_s=RETRY_AFTER_LOADING_S,
+    )
+
+
+def _not_scored() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "NO_ENGINE",
+        "the answer ended before the log-probabilities of its prompt were complete; try again",
+        retry_after_s=RETRY_AFTER_LOADING_S,
+    )
 
 
 def _not_taken_in_time() -> ServiceError:

@@ -93,6 +93,26 @@ def test_a_prompt_that_is_not_scored_in_time(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_engine_that_stops_sends_no_part_of_them(serve: Serve, n: int) -> None:
+    """A router asks another engine from the beginning, even if other answers had tokens."""
+
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            request = ask(PROMPT, samples=pb.Samples(n=n))
+            request.stop.max_tokens = 100
+            answer = asyncio.create_task(engine.generate(request))
+            await engine.until(lambda state: state.requests_running == n)
+            engine.stop.set()
+            engine.hurry.set()
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await answer
+            error = from_rpc_error(refusal.value)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+
+    asyncio.run(scenario())
+
+
 def test_the_next_worker_scores_the_rest(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.01, policy=EAGER) as engine:
