@@ -8,10 +8,11 @@ resumed request continues with the same masks.
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 from msgspec.structs import replace
 
@@ -56,8 +57,9 @@ def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
 class _Progress:
     """The state of matching one answer against its grammar."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, stop_token_ids: Collection[int]) -> None:
         self._matcher = matcher
+        self._stop_token_ids = frozenset(stop_token_ids)
         self._num_taken = 0
 
     def allowed(self, chunk: Chunk) -> bytes:
@@ -77,7 +79,7 @@ class _Progress:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise GrammarError(_first_line(self._matcher.get_error()))
-        return _without(mask, chunk.banned) if chunk.banned else mask
+        return _without(mask, chunk.banned, self._stop_token_ids) if chunk.banned else mask
 
 
 class Grammars:
@@ -120,7 +122,7 @@ class Grammars:
 
     def open(self, request: EngineRequest, compiled: LLMatcher) -> None:
         """Constrain a request's answer to its grammar until `close` is called."""
-        self._open[request.request_id] = _Progress(compiled.deep_copy())
+        self._open[request.request_id] = _Progress(compiled.deep_copy(), request.stop_token_ids)
 
     def close(self, request_id: str) -> None:
         """Drop the matching state of a request. Requests without a grammar are ignored."""
@@ -180,12 +182,22 @@ def no_vocabulary() -> LLTokenizer:
     raise GrammarError("this engine has no tokenizer, which grammars need")
 
 
-def _without(mask: bytes, banned: Sequence[int]) -> bytes:
-    """Remove banned tokens from a mask, unless no allowed token would remain."""
+def _without(mask: bytes, banned: Sequence[int], stop_token_ids: Set[int]) -> bytes:
+    """Remove banned tokens from a mask. Stop tokens stay if no other allowed token would remain.
+
+    Stop tokens are banned until the answer has `min_tokens` tokens. A grammar may end it sooner.
+    """
     allowed = np.frombuffer(mask, np.uint8).copy()
-    for token in banned:
-        allowed[token // 8] &= ~np.uint8(1 << token % 8)
-    return allowed.tobytes() if allowed.any() else mask
+    _clear(allowed, (token for token in banned if token not in stop_token_ids))
+    with_stops = allowed.tobytes()
+
+    _clear(allowed, (token for token in banned if token in stop_token_ids))
+    return allowed.tobytes() if allowed.any() else with_stops
+
+
+def _clear(mask: npt.NDArray[np.uint8], tokens: Iterable[int]) -> None:
+    for token in tokens:
+        mask[token // 8] &= ~np.uint8(1 << token % 8)
 
 
 def _first_line(text: str) -> str:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.protocol.grammar import compile_error
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
-from ullage_engine.protocol.step_plan import Chunk, StepPlan
+from ullage_engine.protocol.step_plan import NOTHING_ALLOWED, Chunk, StepPlan
 from ullage_engine.runner.sampler import sample
 from ullage_engine.server.grammar import after_reasoning, grammar_text
 from ullage_engine.tokenizer.detokenizer import TokenBytes
@@ -45,6 +45,7 @@ BYTES = TokenBytes(TOKENIZER.tokenizer)
 VOCAB = TOKENIZER.tokenizer.get_vocab_size() + 5
 """Models have more logits than their tokenizer has tokens."""
 END = 0
+A = TOKENIZER.tokenizer.token_to_id("a")
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,7 @@ class Answer:
             num_prompt_tokens=len(PROMPT),
             max_tokens=500,
             sampling=self.params,
+            stop_token_ids=[END],
         )
         self.request_id = request.request_id
         grammars.open(request, grammars.compile(grammar).result())
@@ -279,6 +281,21 @@ def test_an_end_that_is_banned_waits_while_anything_else_may_follow(grammars: Gr
     assert eager.run()
     assert late.run()
     assert (eager.text, late.text) == ("a", "a" * 9)
+
+
+@pytest.mark.parametrize("banned", [[], [END]])
+def test_a_bad_word_is_banned_even_if_nothing_else_may_follow(
+    grammars: Grammars, banned: list[int]
+) -> None:
+    bad = TOKENIZER.tokenizer.token_to_id("b")
+    answer = Answer(grammars, form(regex="ab"), 3, output=[A], banned=[bad, *banned])
+    plan, failed = grammars.constrain(StepPlan([answer.chunk()]))
+    assert not failed
+    assert sample(torch.zeros(1, VOCAB), plan.chunks)[0].token_id == NOTHING_ALLOWED
+
+    optional = Answer(grammars, form(regex="ab?"), 4, output=[A], banned=[bad, *banned])
+    assert optional.run()
+    assert optional.text == "a"
 
 
 def test_a_chunk_that_samples_nothing_and_one_without_a_grammar_stay_as_they_are(
