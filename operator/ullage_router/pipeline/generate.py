@@ -489,10 +489,10 @@ def _engine_request(
         return request
 
     request.stop.max_tokens = reservation.max_tokens
-    request.stop.min_tokens = min(request.stop.min_tokens, reservation.max_tokens)
     if progress.has_begun:
         request.stop.max_tokens += progress.longest
         progress.write(request)
+    request.stop.min_tokens = min(request.stop.min_tokens, request.stop.max_tokens)
     return request
 
 

@@ -115,6 +115,21 @@ def test_an_engine_that_is_gone_is_replaced(start_service: StartService, is_stre
     asyncio.run(scenario())
 
 
+def test_an_answer_keeps_its_shortest_length(start_service: StartService) -> None:
+    """The tokens received so far count, so the rest may not be that long."""
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            script(service, pause=asyncio.Event())
+            task = asyncio.ensure_future(service.complete(max_tokens=5, min_tokens=5))
+            lost, answer = await lose(service, task)
+            assert answer.json()["choices"][0]["text"] == TEXT
+            stop = other(service, lost).requests[-1].stop
+            assert (stop.min_tokens, stop.max_tokens) == (5, 5)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("later_blocks", [36, 60])
 def test_a_shortened_prompt_stays_as_it_was_shortened(
     start_service: StartService, later_blocks: int
