@@ -321,16 +321,6 @@ def broken_stream(reason: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.INTERNAL, "WORKER_LOST", f"the answer broke off: {reason}")
 
 
-def cancelled_by_engine() -> ServiceError:
-    """Return the error for an answer that an engine cut short because it is shutting down."""
-    return ServiceError(
-        grpc.StatusCode.UNAVAILABLE,
-        "DRAINING",
-        "the answer broke off: the engine is stopping and cancelled it",
-        retry_after_s=1,
-    )
-
-
 def unauthenticated(message: str) -> ServiceError:
     """Return the error for a request with a missing or invalid API key."""
     return ServiceError(grpc.StatusCode.UNAUTHENTICATED, INVALID_API_KEY, message)

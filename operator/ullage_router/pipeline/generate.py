@@ -19,7 +19,13 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.config.engine import RequestLimits
 from ullage_common.config.router import StreamingSection
 from ullage_common.process.tracing import Span
-from ullage_common.wire.continuation import BREAKAGES, MAX_BREAKAGES, Progress, write_cached
+from ullage_common.wire.continuation import (
+    BREAKAGES,
+    MAX_BREAKAGES,
+    Progress,
+    check_ending,
+    write_cached,
+)
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import is_growing
 from ullage_router import errors
@@ -184,7 +190,7 @@ class EngineSender:
             progress.on_accepted(accepted, request.stop.max_tokens)
             first = await _expect(source)
             if first.HasField("finished"):
-                _check_ending(first.finished)
+                check_ending(first.finished)
         except BaseException as error:
             if source:
                 engine.watchdog.forget(source)
@@ -241,8 +247,6 @@ class Generation:
         self._resumer = resumer
         self._takeover: Takeover | None = None
         self._resumed_on: list[str] = []
-        self._num_scored = 0
-        """Number of leading prompt tokens whose log-probabilities have been sent."""
         self._num_counted: int | None = None
         """Number of output tokens reported by the engine, or None until the answer has ended."""
 
@@ -285,12 +289,11 @@ class Generation:
                     return
                 if held:
                     held.clear()
-                    self._num_scored = 0
                 continue
 
             if self._stream.is_over:
                 self._finish(event.finished)
-            if scores and event.HasField("delta") and not self._is_new(event.delta):
+            if scores and event.HasField("delta") and not self._progress.is_new(event.delta):
                 continue
             if held is None:
                 yield event
@@ -299,22 +302,6 @@ class Generation:
 
         for event in held or ():
             yield event
-
-    def _is_new(self, delta: inference_pb2.Delta) -> bool:
-        """Return whether a delta says anything that has not been sent.
-
-        An engine that takes over before the first token sends the log-probabilities of all prompt
-        tokens again. This removes from the delta those that have been sent.
-        """
-        if not delta.HasField("prompt_logprobs"):
-            return True
-        scored = delta.prompt_logprobs
-        num_sent = min(len(scored.tokens), self._num_scored - scored.start)
-        if num_sent > 0:
-            del scored.tokens[:num_sent]
-            scored.start += num_sent
-        self._num_scored += len(scored.tokens)
-        return bool(scored.tokens)
 
     def _is_out_of_time(self, failure: ServiceError) -> bool:
         """Return whether an answer that could not be resumed in time should end with a timeout.
@@ -421,10 +408,10 @@ class _OnEngine:
             ServiceError: the engine cut the answer short.
         """
         if event.HasField("sample_finished"):
-            _check_ending(event.sample_finished)
+            check_ending(event.sample_finished)
             self._progress.on_sample_finished(event.sample_finished)
         else:
-            _check_ending(event.finished)
+            check_ending(event.finished)
             self.is_over = True
             self._note_ending(event.finished)
 
@@ -531,12 +518,6 @@ async def _expect(source: Source) -> Event:
     if event is None:
         raise errors.broken_stream("the engine ended the stream before the first token")
     return event
-
-
-def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
-    """Raise ServiceError if the engine cut the answer short because it is draining."""
-    if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
-        raise errors.cancelled_by_engine()
 
 
 def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> ServiceError:

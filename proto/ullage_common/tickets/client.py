@@ -30,7 +30,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.tickets.tickets import TICKET_KEY
 from ullage_common.wire.channels import open_channel
-from ullage_common.wire.continuation import Losses, Progress, write_cached
+from ullage_common.wire.continuation import Losses, Progress, check_ending, write_cached
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_common.wire.request_fields import later_fields, set_fields
 from ullage_common.wire.validation import is_growing
@@ -471,6 +471,7 @@ class Client:
         sent = pb.GenerateRequest()
         sent.CopyFrom(request)
         sent.stop.max_tokens = pick.max_tokens
+        sent.stop.min_tokens = min(sent.stop.min_tokens, pick.max_tokens)
         metadata = ((TICKET_KEY, pick.ticket),)
         stream = stub.Generate(sent, timeout=_left(answer.deadline), metadata=metadata)
         has_begun = False
@@ -557,6 +558,8 @@ class _Answer:
                     yield event
                 return
             case "delta":
+                if not self._progress.is_new(event.delta):
+                    return
                 self._progress.on_delta(event.delta)
                 if self._hides_ids:
                     event.delta.ClearField("token_ids")
@@ -603,8 +606,17 @@ class _NotBegun(Exception):
 
 
 async def _events(stream: Stream) -> Events:
+    """Yield a server's events.
+
+    Raises:
+        ServiceError: the call failed, or the engine cut the answer short.
+    """
     try:
         async for event in stream:
+            if event.HasField("sample_finished"):
+                check_ending(event.sample_finished)
+            elif event.HasField("finished"):
+                check_ending(event.finished)
             yield event
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error

@@ -64,6 +64,8 @@ class Progress:
         """Fingerprint of the last engine that accepted the request."""
         self._seed = 0
         self._degraded: tuple[str, ...] = ()
+        self._num_scored = 0
+        """Number of leading prompt tokens whose log-probabilities have been received."""
 
         self._is_growing = is_growing(request)
         num = num_answers(request.samples) if request.HasField("samples") else 1
@@ -129,6 +131,22 @@ class Progress:
             self._degraded = tuple(accepted.degraded)
             self.max_tokens = min(max_tokens, accepted.max_tokens or max_tokens)
 
+    def is_new(self, delta: pb.Delta) -> bool:
+        """Return whether a delta says anything that has not been received.
+
+        An engine that takes over before the first token sends the log-probabilities of all prompt
+        tokens again. This removes from the delta those that have been received.
+        """
+        if not delta.HasField("prompt_logprobs"):
+            return True
+        scored = delta.prompt_logprobs
+        num_received = min(len(scored.tokens), self._num_scored - scored.start)
+        if num_received > 0:
+            del scored.tokens[:num_received]
+            scored.start += num_received
+        self._num_scored += len(scored.tokens)
+        return bool(scored.tokens)
+
     def on_delta(self, delta: pb.Delta) -> None:
         """Record a delta's new tokens."""
         self.num_tokens += delta.num_tokens
@@ -148,6 +166,7 @@ class Progress:
         """Discard output that cannot be continued. The next engine generates it again."""
         if not self._is_growing:
             self.num_tokens = 0
+            self._num_scored = 0
             self.fingerprints = ()
 
     def write(self, request: pb.GenerateRequest) -> None:
@@ -213,6 +232,21 @@ def write_cached(usage: pb.Usage, accepted: pb.Accepted) -> None:
     usage.cached_tokens = accepted.cached_tokens
     del usage.cached_by_tier[:]
     usage.cached_by_tier.extend(accepted.cached_by_tier)
+
+
+def check_ending(finished: pb.Finished | pb.SampleFinished) -> None:
+    """Check that the engine did not cut the answer short because it is stopping.
+
+    Raises:
+        ServiceError: UNAVAILABLE, another engine should continue the answer.
+    """
+    if finished.reason == pb.FINISH_REASON_CANCELLED:
+        raise ServiceError(
+            grpc.StatusCode.UNAVAILABLE,
+            "DRAINING",
+            "the answer broke off: the engine is stopping and cancelled it",
+            retry_after_s=1,
+        )
 
 
 def _begins_anew(engine: str) -> ServiceError:

@@ -282,6 +282,62 @@ def test_an_answer_goes_on_elsewhere_when_its_engine_is_lost(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("through", ["engine", "router"])
+def test_log_probabilities_of_a_prompt_come_once(
+    start_service: "StartService", tmp_path: Path, through: str
+) -> None:
+    """Even if the engine is lost between two messages with them."""
+    prompt = list(range(65, 76))
+
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path, single=(100, 100)) as (service, client):
+
+            def on_failure() -> None:
+                for engine in service.engines:
+                    engine.script = Script(words=WORDS, scored_at_once=6)
+                if through == "router":
+                    give_no_place(service)
+
+            for engine in service.engines:
+                engine.script = Script(fail_after_scored=8, on_failure=on_failure)
+            output = pb.OutputOptions(prompt_logprobs=0)
+            asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), output=output)
+            events = await ask(client, asked)
+            scored = [
+                e.delta.prompt_logprobs for e in events if e.delta.HasField("prompt_logprobs")
+            ]
+            assert [token.token_id for part in scored for token in part.tokens] == prompt
+            assert [part.start for part in scored] == [0, 4, 8]
+            assert text(events) == "".join(WORDS)
+            assert sorted(sent(service)) == [through == "engine", True]
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_goes_on_elsewhere_when_its_engine_stops(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path, single=(100, 100)) as (service, client):
+            for engine in service.engines:
+                cut = pb.FINISH_REASON_CANCELLED
+                engine.script = Script(words=WORDS[:1], pause=asyncio.Event(), reason=cut)
+            events: list[Any] = []
+            asked = request(stop=pb.StopConditions(max_tokens=4))
+            task = asyncio.ensure_future(first_word(client, asked, events))
+            await service.until(lambda: is_on(events), ENOUGH_S)
+            (stopping,) = [engine for engine in service.engines if engine.active]
+            (other,) = [engine for engine in service.engines if engine is not stopping]
+            other.script = Script(words=WORDS)
+            stopping.script.pause.set()
+            await task
+            assert text(events) == "".join(WORDS)
+            assert events[-1].finished.reason == pb.FINISH_REASON_STOP
+            assert len(other.requests) == 1
+
+    asyncio.run(scenario())
+
+
 def give_shorter_places(service: "Service") -> None:
     """The router grants one token."""
     issuer = service.router.service.issuer
@@ -294,6 +350,22 @@ def give_shorter_places(service: "Service") -> None:
         return response
 
     issuer.pick = grant
+
+
+def test_a_shorter_answer_may_be_shorter_than_its_shortest_length(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    """An engine refuses a `min_tokens` above `max_tokens`."""
+
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path) as (service, client):
+            give_shorter_places(service)
+            stop = pb.StopConditions(max_tokens=4, min_tokens=3)
+            assert (await ask(client, request(stop=stop)))[0].accepted.route == "direct"
+            sent_stop = service.engine.requests[-1].stop
+            assert (sent_stop.min_tokens, sent_stop.max_tokens) == (1, 1)
+
+    asyncio.run(scenario())
 
 
 def give_no_place(service: "Service") -> None:
