@@ -64,6 +64,8 @@ class Progress:
         """Fingerprint of the last engine that accepted the request."""
         self._seed = 0
         self._degraded: tuple[str, ...] = ()
+        self._num_prompt_tokens = 0
+        """Number of prompt tokens that an engine has accepted, or 0 before that."""
         self._num_scored = 0
         """Number of leading prompt tokens whose log-probabilities have been received."""
 
@@ -125,6 +127,7 @@ class Progress:
             raise _begins_anew(accepted.engine)
         self.is_accepted = True
         self._fingerprint = accepted.fingerprint
+        self._num_prompt_tokens = self._num_prompt_tokens or accepted.prompt_tokens
         if not self.has_begun:
             self.has_begun = True
             self._seed = accepted.seed
@@ -172,8 +175,11 @@ class Progress:
     def write(self, request: pb.GenerateRequest) -> None:
         """Modify a request so that the next engine continues this output.
 
-        The first engine's seed and output limit still apply.
+        The first engine's seed, output limit and prompt still apply.
         """
+        if request.truncate_prompt_tokens and self._num_prompt_tokens:
+            # What fits the context depends on `max_tokens`, which the engine may have lowered.
+            request.truncate_prompt_tokens = self._num_prompt_tokens
         request.sampling.seed = self._seed
         max_tokens = min(self.max_tokens, request.stop.max_tokens or self.max_tokens)
         request.stop.max_tokens = max_tokens

@@ -88,6 +88,24 @@ def test_an_answer_goes_on_from_any_token(serve: Serve, fake: ModuleType) -> Non
     asyncio.run(scenario())
 
 
+def test_a_truncated_prompt_stays_as_it_was_truncated(serve: Serve, fake: ModuleType) -> None:
+    """The prompt had to leave room for more tokens than the engine granted."""
+    prompt = [1] * 8192
+
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            request = ask(*prompt, truncate_prompt_tokens=-1)
+            request.stop.max_tokens = 500
+            first = await responses(engine, request)
+            assert first[0].accepted.prompt_tokens == 8192 - 500
+            assert first[0].accepted.max_tokens == 400
+            rest = await responses(engine, continued(request, first[:3]))
+            assert rest[0].accepted.prompt_tokens == 8192 - 500
+            assert tokens(first[:3]) + tokens(rest) == tokens(first)
+
+    asyncio.run(scenario())
+
+
 def test_text_that_waits_for_a_stop_string_is_neither_lost_nor_repeated(
     serve: Serve, fake: ModuleType
 ) -> None:
