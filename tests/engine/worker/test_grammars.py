@@ -292,6 +292,7 @@ def test_a_bad_word_is_banned_even_if_nothing_else_may_follow(
     plan, failed = grammars.constrain(StepPlan([answer.chunk()]))
     assert not failed
     assert sample(torch.zeros(1, VOCAB), plan.chunks)[0].token_id == NOTHING_ALLOWED
+    grammars.close(answer.request_id)
 
     optional = Answer(grammars, form(regex="ab?"), 4, output=[A], banned=[bad, *banned])
     assert optional.run()
