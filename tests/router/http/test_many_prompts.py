@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import grpc
 import pytest
+from ullage_testing.fake_engine import Script
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
@@ -109,6 +110,41 @@ def test_the_first_error_ends_all(start_service: "StartService", is_streamed: bo
             await service.until(lambda: service.router.service.pipeline.inflight == 0)
 
     asyncio.run(scenario())
+
+
+def test_an_answer_that_has_begun_does_not_begin_again(start_service: "StartService") -> None:
+    """It shares its first answer with a client that reads faster, and falls too far behind."""
+    words = tuple(f"{index:05d}" * 4000 for index in range(600))
+    body = {"temperature": 0, "stream": True, "max_tokens": 1000}
+
+    async def scenario() -> None:
+        async with start_service(single=(400, 400)) as service:
+            begin = asyncio.Event()
+            for engine in service.engines:
+                engine.script = Script(words=words, hold=begin)
+            asked = {"model": "tiny", "prompt": ["a", "b"], **body}
+            request = service.http.build_request("POST", "/v1/completions", json=asked)
+            sending = asyncio.ensure_future(service.http.send(request, stream=True))
+            await service.until(lambda: sum(e.active for e in service.engines) == 2)
+            fast = asyncio.ensure_future(service.complete("a", **body))
+            coalescer = service.router.service.coalescer
+            await service.until(lambda: coalescer.joined == 1)
+            begin.set()
+            slow = await sending
+            assert text_of((await fast).text.splitlines(), 0) == "".join(words)
+            lines = [line async for line in slow.aiter_lines()]
+            await slow.aclose()
+            errors = [line for line in lines if '"error"' in line]
+            assert "SLOW_READER" in errors[0]
+            assert "".join(words).startswith(text_of(lines, 0))
+
+    asyncio.run(scenario())
+
+
+def text_of(lines: list[str], index: int) -> str:
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk.get("choices", ())]
+    return "".join(choice["text"] for choice in choices if choice["index"] == index)
 
 
 def test_a_client_that_leaves_cancels_all(start_service: "StartService") -> None:

@@ -115,6 +115,8 @@ class ManyPrompts:
         self._waiting = deque(range(len(requests)))
         """Indices of the prompts that are still waiting for a worker."""
         self._num_running = 0
+        self._begun = set[int]()
+        """Indices of the prompts whose answers have begun, so that they cannot begin again."""
         self._rendered = set[int]()
         """Indices of the prompts that have been rendered, some of them again after a retry."""
         self._num_done = 0
@@ -172,7 +174,8 @@ class ManyPrompts:
                 is_shortage = http_status(error) == HTTPStatus.TOO_MANY_REQUESTS
                 wait_s = error.retry_after_s or UNKNOWN_RETRY_AFTER_S
                 may_wait = self._num_done and time.monotonic() + wait_s < self._deadline
-                if not (is_shortage and (self._num_running or may_wait)):
+                may_retry = is_shortage and index not in self._begun
+                if not (may_retry and (self._num_running or may_wait)):
                     await self._fail(_named(error, index))
                     return
                 self._waiting.appendleft(index)
@@ -193,6 +196,7 @@ class ManyPrompts:
                 if self.record is self._first.record:
                     name = self._first.record.request_id
                     self.record = replace(call.record, request_id=name)
+                self._begun.add(index)
                 await self._events.put(Begun(choices, stream.accepted))
                 await self._forward(stream, choices, call)
         finally:
