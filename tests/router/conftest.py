@@ -121,7 +121,8 @@ StartService = Callable[..., contextlib.AbstractAsyncContextManager[Service]]
 def start_service(tmp_path: Any) -> Iterator[StartService]:
     """async with start_service(single=[blocks, ...], large=[blocks], routing={...}) as service.
 
-    Engines of pools that are `sleepy` have an address and do not run yet.
+    Engines of pools that are `sleepy` have an address and do not run yet. `prepare` changes each
+    engine before it starts.
     """
 
     @contextlib.asynccontextmanager
@@ -137,6 +138,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
         sampling_defaults: inference_pb2.SamplingParams | None = None,
         credentials: grpc.ServerCredentials | None = None,
         sleepy: tuple[str, ...] = (),
+        prepare: Callable[[FakeEngine], None] = lambda engine: None,
         **sections: Any,
     ) -> AsyncIterator[Service]:
         async with contextlib.AsyncExitStack() as stack:
@@ -152,6 +154,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
                     if sampling_defaults:
                         engine.sampling_defaults = sampling_defaults
                     engine.credentials = credentials
+                    prepare(engine)
                     held = stack.enter_context(hold())  # it may start there once more
                     await engine.start(port_of(held))
                     stack.push_async_callback(engine.stop)

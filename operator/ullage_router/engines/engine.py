@@ -679,12 +679,14 @@ class Engine:
         if described.model != self._model_name:
             raise WrongModel(f"serves {described.model!r}, wanted {self._model_name!r}")
         try:
-            self.model = await self._owner.load(described)
+            model = await self._owner.load(described)
         except ValueError as error:
             raise WrongModel(str(error)) from error
 
-        # Described engines get requests, so the stream must be open first.
+        # Described engines get requests, so the stream must be open first. Nobody may see a model
+        # without its description, whose context length would count as 0.
         await self._connection.open_stream()
+        self.model = model
         self.description = described
         self._set_adapters(described.adapters)
         self._reported_adapters = None

@@ -350,6 +350,33 @@ def test_a_restart_answers_no_line_twice(start_service: "StartService", tmp_path
     asyncio.run(scenario())
 
 
+def test_a_batch_waits_for_an_engine_that_is_still_connecting(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    """The engine has described its model, and the stream for requests opens later."""
+
+    async def scenario() -> None:
+        opened = asyncio.Event()
+
+        def prepare(engine: Any) -> None:
+            engine.multiplex_hold = opened
+
+        async with start_service(wait=False, prepare=prepare, **with_files(tmp_path)) as service:
+            await service.until(lambda: service.engine.num_opening == 1)
+            runner_ = service.router.service.batches
+            batch = await create(service, [chat_line(str(i)) for i in range(4)])
+            await service.until(
+                lambda: runner_.num_sent >= 8 or runner_.find("", batch.id).has_ended
+            )
+            opened.set()
+            done = await ended(service, batch.id)
+            assert await lines_of(service, done.error_file_id) == []
+            answers = await lines_of(service, done.output_file_id)
+            assert sorted(each["custom_id"] for each in answers) == list("0123")
+
+    asyncio.run(scenario())
+
+
 def test_a_full_store_holds_the_batch_until_there_is_room(
     start_service: "StartService", tmp_path: Path
 ) -> None:

@@ -428,3 +428,28 @@ def test_memory_that_others_hold_is_a_503_with_a_time_to_come_back(
             assert refused.retry_after_s == 10.0
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_is_still_connecting_is_no_reason_to_call_a_prompt_too_long(
+    start_service: "StartService",
+) -> None:
+    """The engine has described its model, and the stream for requests opens later."""
+
+    async def scenario() -> None:
+        opened = asyncio.Event()
+
+        def prepare(engine: Any) -> None:
+            engine.multiplex_hold = opened
+
+        async with start_service(wait=False, prepare=prepare) as service:
+            await service.until(lambda: service.engine.num_opening == 1)
+            for path, more in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "Hi"})):
+                answer = await service.http.post(path, json={"model": "tiny", **more})
+                assert answer.status_code == 503, answer.text
+                assert answer.json()["error"]["code"] == "NO_ENGINE"
+                assert int(answer.headers["retry-after"]) >= 1
+            opened.set()
+            await service.until(lambda: service.router.service.engines.is_ready)
+            assert (await service.chat()).status_code == 200
+
+    asyncio.run(scenario())

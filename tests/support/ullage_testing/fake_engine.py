@@ -92,6 +92,10 @@ class FakeEngine(
         self.cancelled: list[str] = []
         self.active = 0
         self.has_multiplex = True
+        self.multiplex_hold: asyncio.Event | None = None
+        """Waited for before a Multiplex stream opens."""
+        self.num_opening = 0
+        """Multiplex streams that wait to open."""
         self.knows_continuations = True
         self.streams = 0
         self.max_model_len = max_model_len
@@ -233,6 +237,10 @@ class FakeEngine(
     async def Multiplex(self, requests: object, context: Any) -> None:
         if not self.has_multiplex:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+        if self.multiplex_hold:
+            self.num_opening += 1
+            await self.multiplex_hold.wait()
+            self.num_opening -= 1
         self.streams += 1
         try:
             await serve_multiplex(self.Generate, context)
