@@ -314,6 +314,35 @@ def test_a_stream_that_breaks_off_has_failed(start_service: "StartService") -> N
     asyncio.run(scenario())
 
 
+def test_a_stream_that_breaks_off_before_its_first_word_was_created(
+    start_service: "StartService",
+) -> None:
+    """The stream helper of the official client takes no other event first.
+
+    A word that may begin a call is held back, so that nothing is sent before the failure.
+    """
+
+    async def scenario() -> None:
+        async with start_service(template=HERMES) as service:
+            service.engine.script.words = ("<tool_", "call>")
+            service.engine.script.fail_after = 1
+            service.engine.script.failure = ServiceError(
+                grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_FAILED", "its step cannot be computed"
+            )
+            async with service.openai.responses.stream(
+                model="tiny", input="Oslo?", tools=[WEATHER]
+            ) as stream:
+                events = [event async for event in stream]
+            assert [event.type for event in events] == [
+                "response.created",
+                "response.in_progress",
+                "response.failed",
+            ]
+            assert [event.sequence_number for event in events] == [0, 1, 2]
+
+    asyncio.run(scenario())
+
+
 def test_a_refusal_keeps_its_status_and_retry_after(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:

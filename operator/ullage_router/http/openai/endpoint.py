@@ -273,6 +273,8 @@ class Writer:
         self._is_streaming = False
         self._loop = asyncio.get_running_loop()
         self._sent_at = 0.0
+        self._opening = b""
+        """Encoded events that are sent together with the next ones, or with the error."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def whole(
@@ -334,6 +336,10 @@ class Writer:
         self._reply.start(200, headers)
         self._is_streaming = True
 
+    def hold(self, opening: bytes) -> None:
+        """Send encoded events together with the next ones, which may be those of an error."""
+        self._opening = opening
+
     def stop(self) -> None:
         """Stop the signs of life."""
         if self._timer:
@@ -353,11 +359,13 @@ class Writer:
     async def events(self, data: bytes) -> None:
         """Send encoded server-sent events to the client."""
         self._sent_at = self._loop.time()
-        await self._reply.piece(data)
+        opening = self._opening
+        self._opening = b""
+        await self._reply.piece(opening + data)
 
     async def end_stream(self, last: bytes = b"") -> None:
         """Send the last events."""
-        await self._reply.end(last)
+        await self._reply.end(self._opening + last)
 
     async def error(self, error: ServiceError, answer: Answer | None = None) -> None:
         """Send an error as the response, or as an event if the stream has started.
@@ -557,11 +565,10 @@ def _refusal(error: Exception, record: RequestRecord, files: Sequence[StoredFile
 
 async def _stream(stream: ResponseStream, answer: Answer, writer: Writer) -> None:
     writer.start_stream()
-    opening = answer.opening(stream.accepted)
+    writer.hold(answer.opening(stream.accepted))
     async for event in stream.events():
         if data := answer.of(event):
-            await writer.events(opening + data)
-            opening = b""
+            await writer.events(data)
     await writer.end_stream()
 
 
