@@ -1,6 +1,8 @@
 """OpenAI's completions, with what vLLM adds to them."""
 
 import asyncio
+import json
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -64,5 +66,33 @@ def test_whole_logprobs(start_service: "StartService") -> None:
             logprobs = (await service.complete(logprobs=0)).json()["choices"][0]["logprobs"]
             assert logprobs["tokens"] == ["Hello", " big", " world"]
             assert logprobs["token_logprobs"] == [-0.5, -0.5, -0.5]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_are_places_in_the_text(start_service: "StartService", echo: bool) -> None:
+    """The text of a token may come later: as a part of a character, or of a stop string."""
+    smile = "\N{GRINNING FACE}".encode()
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            script = service.engine.script
+            script.words = ("a", "", "", "\N{GRINNING FACE}", "", "\n.", "b", "")
+            script.spellings = (b"a", smile[:2], smile[2:3], smile[3:], b"\n", b".", b"b", b"")
+            ask: Any = {"logprobs": 1, "echo": echo}
+            whole = (await service.complete("Hi", **ask)).json()["choices"][0]
+            num_scored = 2 if echo else 0
+            begin = sum(map(len, whole["logprobs"]["tokens"][:num_scored]))
+            offsets = whole["logprobs"]["text_offset"][num_scored:]
+            assert [each - begin for each in offsets] == [0, 1, 1, 1, 2, 3, 4, 5]
+
+            lines = (await service.complete("Hi", stream=True, **ask)).text.splitlines()
+            chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            parts = [chunk["choices"][0] for chunk in chunks]
+            assert "".join(part["text"] for part in parts) == whole["text"]
+            for name, expected in whole["logprobs"].items():
+                streamed = [part["logprobs"][name] for part in parts if part["logprobs"]]
+                assert list(chain(*streamed)) == expected, name
 
     asyncio.run(scenario())

@@ -50,6 +50,8 @@ class Script:
 
     words: tuple[str, ...] = ("Hello", " big", " world")
     """Texts of the tokens. A token that ends the answer has an empty text."""
+    spellings: tuple[bytes, ...] = ()
+    """Bytes of the tokens, where they are others than those of the texts."""
     refuse: ServiceError | None = None
     """Answered instead of Accepted."""
     fail_after: int | None = None
@@ -347,7 +349,10 @@ class FakeEngine(
             for sample in range(_num_samples(request)):
                 if i < received[sample]:
                     continue
-                message = delta(i, f"{word}{sample or ''}", request.output, script.logprob)
+                spelling = script.spellings[i] if script.spellings else b""
+                message = delta(
+                    i, f"{word}{sample or ''}", request.output, script.logprob, spelling
+                )
                 message.sample = sample
                 yield inference_pb2.GenerateResponse(delta=message)
             if i == 0 and script.pause:
@@ -396,7 +401,11 @@ def _num_samples(request: inference_pb2.GenerateRequest) -> int:
 
 
 def delta(
-    i: int, word: str, output: inference_pb2.OutputOptions, logprob: float = -0.5
+    i: int,
+    word: str,
+    output: inference_pb2.OutputOptions,
+    logprob: float = -0.5,
+    spelling: bytes = b"",
 ) -> inference_pb2.Delta:
     message = inference_pb2.Delta(text=word, num_tokens=1)
     if output.return_token_ids or output.delta_token_ids:
@@ -406,14 +415,14 @@ def delta(
             inference_pb2.Alternative(token_id=n, token=f"t{n}", logprob=-1.0 - n)
             for n in range(output.top_logprobs)
         ]
-        token = word or "<|end|>"
+        token = spelling.decode("utf-8", "replace") or word or "<|end|>"
         entry = inference_pb2.TokenLogprob(
             token_id=i,
             token=token,
             logprob=logprob,
             top=top,
-            token_bytes=token.encode(),
-            is_end=not word,
+            token_bytes=spelling or token.encode(),
+            is_end=not (word or spelling),
         )
         message.logprobs.append(entry)
     return message

@@ -13,6 +13,8 @@ has a comment at its end and a field in the usage chunk, and a complete response
 x-ullage-resumed-inexact.
 """
 
+import codecs
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -247,8 +249,8 @@ class CompletionFormat:
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options
         self._open = list(range(options.n))
-        self._offsets = [0] * options.n
-        """Number of characters sent so far for each choice."""
+        self._offsets = [_TextOffset() for _ in range(options.n)]
+        """The place of each choice's next token."""
         self._prompt_ids: dict[int, list[int]] = {}
         """Prompt token ids that have yet to be sent, by choice."""
         self._counted = _UsageSoFar()
@@ -278,7 +280,6 @@ class CompletionFormat:
         if self._options.token_ids:
             more["token_ids"] = list(delta.token_ids)
             more["prompt_token_ids"] = self._prompt_ids.pop(index, None)
-        self._offsets[index] += len(delta.text)
         return [self._chunk(index, delta.text, more)]
 
     def _prompt_pieces(self, delta: Delta) -> list[JSON]:
@@ -286,14 +287,13 @@ class CompletionFormat:
         if self._options.echo_logprobs is None:
             return []
         scored = delta.prompt_logprobs
-        if scored.start == 0:
-            self._offsets[delta.sample] = 0
-        logprobs = _CompletionLogprobs(self._options.tokens_as_ids, self._offsets[delta.sample])
+        offset = self._offsets[delta.sample]
+        logprobs = _CompletionLogprobs(self._options.tokens_as_ids, offset)
         logprobs.add_prompt(scored.tokens, scored.start, self._options.echo_logprobs)
 
         choices = range(delta.sample, delta.sample + self._options.samples)
-        for choice in choices:
-            self._offsets[choice] = logprobs.offset
+        for choice in choices[1:]:
+            self._offsets[choice] = copy.deepcopy(offset)
         return [self._chunk(choice, "", {"logprobs": logprobs.as_json()}) for choice in choices]
 
     def ended(self, end: SampleFinished) -> list[JSON]:
@@ -331,7 +331,7 @@ class CompletionFormat:
         return choice | {"token_ids": part.token_ids} if self._options.token_ids else choice
 
     def _logprobs(self, part: Collected, prompt: Sequence[TokenLogprob]) -> JSON:
-        logprobs = _CompletionLogprobs(self._options.tokens_as_ids)
+        logprobs = _CompletionLogprobs(self._options.tokens_as_ids, _TextOffset())
         if self._options.echo_logprobs is not None:
             logprobs.add_prompt(prompt, 0, self._options.echo_logprobs)
         logprobs.add(part.logprobs)
@@ -417,17 +417,34 @@ def chat_logprobs(entries: Sequence[TokenLogprob], as_ids: bool = False) -> JSON
     }
 
 
+class _TextOffset:
+    """The place in a text at which its next token begins.
+
+    The tokens' bytes tell the place, since the text of a token may come later than the token: it
+    may be a part of a character, or the beginning of a stop string.
+    """
+
+    def __init__(self) -> None:
+        self.characters = 0
+        """Number of whole characters before the next token."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, entry: TokenLogprob) -> None:
+        """Move on behind a token."""
+        self.characters += len(self._decoder.decode(_bytes_of(entry)))
+
+
 class _CompletionLogprobs:
     """Collects the logprobs object of a completion. `top_logprobs` always has the chosen token.
 
     Args:
         as_ids: Whether tokens are named by their ids.
-        offset: Number of characters of the answer before the first token.
+        offset: The place of the first token, which moves on with the tokens.
     """
 
-    def __init__(self, as_ids: bool, offset: int = 0) -> None:
+    def __init__(self, as_ids: bool, offset: _TextOffset) -> None:
         self._as_ids = as_ids
-        self.offset = offset
+        self._offset = offset
         self._tokens: list[str] = []
         self._logprobs: list[float | None] = []
         self._top: list[dict[str, float] | None] = []
@@ -466,8 +483,8 @@ class _CompletionLogprobs:
     def _add_token(self, entry: TokenLogprob) -> str:
         name = _named(entry, self._as_ids)
         self._tokens.append(name)
-        self._offsets.append(self.offset)
-        self.offset += len(entry.token)
+        self._offsets.append(self._offset.characters)
+        self._offset.add(entry)
         return name
 
 
@@ -499,8 +516,12 @@ def _logprob(entry: TokenLogprob | inference_pb2.Alternative, as_ids: bool) -> J
     return {
         "token": _named(entry, as_ids),
         "logprob": entry.logprob,
-        "bytes": list(entry.token_bytes or entry.token.encode()),
+        "bytes": list(_bytes_of(entry)),
     }
+
+
+def _bytes_of(entry: TokenLogprob | inference_pb2.Alternative) -> bytes:
+    return entry.token_bytes or entry.token.encode()
 
 
 def _chat_message(part: Collected, custom_tools: frozenset[str]) -> JSON:
