@@ -43,6 +43,18 @@ def cached_tokens(
     return (TierHit(DEVICE, num_tokens, 0.0),) if num_tokens else ()
 
 
+def add_cached(
+    total: inference_pb2.Usage, counted: inference_pb2.Accepted | inference_pb2.Usage
+) -> None:
+    """Add the cached tokens of one prompt to the total of several, which has each tier once."""
+    total.cached_tokens += counted.cached_tokens
+    by_tier = {each.tier: each for each in total.cached_by_tier}
+    for hit in cached_tokens(counted):
+        entry = by_tier.get(hit.tier) or total.cached_by_tier.add(tier=hit.tier)
+        entry.tokens += hit.num_tokens
+        entry.seconds += hit.seconds
+
+
 class Moment(NamedTuple):
     """A timeline entry of a request, either a step with a duration or an event without one."""
 

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 KEY = "k" * 32
 
 
+def events(text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream, without [DONE]."""
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
 @pytest.mark.parametrize(
     "prompts", [["a", "bc", "def"], [[1], [2, 3], [4, 5, 6]], ["a", [2, 3], "def"]], ids=str
 )
@@ -169,6 +174,30 @@ def test_answers_longer_than_what_waits(start_service: "StartService") -> None:
             service.engine.script.words = ("word ",) * 200
             answer = await service.complete(["a", "b", "c"], max_tokens=200)
             assert [len(choice["text"]) for choice in answer.json()["choices"]] == [1000] * 3
+
+    asyncio.run(scenario())
+
+
+def test_cached_tokens_are_those_of_all_prompts(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            tiers = [
+                inference_pb2.CachedTokens(tier="device", tokens=16),
+                inference_pb2.CachedTokens(tier="host", tokens=32),
+            ]
+            cached = inference_pb2.Usage(cached_tokens=48, cached_by_tier=tiers)
+            service.engine.script.cached = cached
+            expected = {
+                "cached_tokens": 144,
+                "cached_tokens_details": {"device": 48, "host": 96},
+            }
+            prompts = ["a", "b", "c"]
+            whole = (await service.complete(prompts)).json()
+            assert whole["usage"]["prompt_tokens_details"] == expected
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            answer = await service.complete(prompts, stream=True, stream_options=options)
+            for chunk in events(answer.text)[-2:]:
+                assert chunk["usage"]["prompt_tokens_details"] == expected
 
     asyncio.run(scenario())
 

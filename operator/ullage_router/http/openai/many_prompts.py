@@ -22,7 +22,7 @@ from ullage_router.call import Call, Event, ResponseStream, deadline_of
 from ullage_router.errors import http_status
 from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
-from ullage_router.telemetry.record import RequestRecord
+from ullage_router.telemetry.record import RequestRecord, add_cached
 
 MAX_PARALLEL = 32
 """Maximum number of one body's prompts that run or are queued at a time."""
@@ -229,8 +229,7 @@ class ManyPrompts:
         whole.usage.prompt_tokens += finished.usage.prompt_tokens
         whole.usage.completion_tokens += finished.usage.completion_tokens
         whole.usage.reasoning_tokens += finished.usage.reasoning_tokens
-        whole.usage.cached_tokens += finished.usage.cached_tokens
-        whole.usage.cached_by_tier.extend(finished.usage.cached_by_tier)
+        add_cached(whole.usage, finished.usage)
         whole.resumes += finished.resumes
         whole.resumed_on.extend(e for e in finished.resumed_on if e not in whole.resumed_on)
         whole.resumed_inexact |= finished.resumed_inexact

@@ -23,7 +23,7 @@ import msgspec
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router.http.openai.custom_tools import InputReader, as_input
-from ullage_router.telemetry.record import DEVICE, cached_tokens
+from ullage_router.telemetry.record import DEVICE, add_cached, cached_tokens
 
 JSON = dict[str, object]
 Delta = inference_pb2.Delta
@@ -355,8 +355,7 @@ class _UsageSoFar:
     def begin(self, accepted: Accepted) -> None:
         """Add a prompt's tokens."""
         self._counted.prompt_tokens += accepted.prompt_tokens
-        self._counted.cached_tokens += accepted.cached_tokens
-        self._counted.cached_by_tier.extend(accepted.cached_by_tier)
+        add_cached(self._counted, accepted)
 
     def add(self, delta: Delta) -> None:
         """Add a delta's tokens."""
