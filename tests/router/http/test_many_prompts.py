@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
@@ -12,8 +15,11 @@ from ullage_testing.fake_engine import Script
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
-from ullage_router.call import Call
+from ullage_router.call import Call, PausableDeadline
 from ullage_router.http.openai.many_prompts import ManyPrompts
+from ullage_router.telemetry.record import RequestRecord
+from ullage_router.tenants.account import shared_account
+from ullage_router.tenants.session import TenantSession
 
 if TYPE_CHECKING:
     StartService = Any
@@ -174,6 +180,48 @@ def test_answers_longer_than_what_waits(start_service: "StartService") -> None:
             service.engine.script.words = ("word ",) * 200
             answer = await service.complete(["a", "b", "c"], max_tokens=200)
             assert [len(choice["text"]) for choice in answer.json()["choices"]] == [1000] * 3
+
+    asyncio.run(scenario())
+
+
+class ShortPipeline:
+    """Answers each prompt with its text, and breaks off the first answer to "b" after that."""
+
+    def __init__(self) -> None:
+        self.served: list[str] = []
+
+    @asynccontextmanager
+    async def serve(self, call: Call, _: object) -> AsyncIterator[Any]:
+        self.served.append(call.request.text)
+        yield self
+
+    accepted = inference_pb2.Accepted()
+
+    async def events(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        text = self.served[-1]
+        yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=text))
+        if text == "b" and self.served.count("b") == 1:
+            raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER", "read faster")
+        yield inference_pb2.GenerateResponse(finished=inference_pb2.Finished())
+
+
+def test_an_answer_that_has_begun_is_never_given_twice() -> None:
+    """A shortage in the midst of an answer is an error, since a new try would repeat its words."""
+
+    async def scenario() -> None:
+        pipeline: Any = ShortPipeline()
+        tenant = TenantSession(shared_account())
+        requests = [inference_pb2.GenerateRequest(text=text) for text in "ab"]
+        deadline = PausableDeadline(time.monotonic() + 60, time.monotonic() + 60, 60)
+        first = Call(requests[0], RequestRecord("id"), tenant, deadline)
+        many = ManyPrompts(pipeline, first, requests, 0, 60.0, 60.0)
+        texts = []
+        with pytest.raises(ServiceError, match="read faster"):
+            async with many.serve() as stream:
+                async for event in stream.events():
+                    if isinstance(event, inference_pb2.GenerateResponse):
+                        texts.append(event.delta.text)
+        assert "".join(texts) == "ab"
 
     asyncio.run(scenario())
 
