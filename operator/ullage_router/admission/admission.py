@@ -532,7 +532,7 @@ def _accepted(call: Call, run: Run, reservation: Reservation, available: int) ->
     before = call.decisions.latest
     asked = asked_tokens(call.request)
     degraded = before.degraded
-    if run.action == "shrink" or (asked and run.max_tokens < asked):
+    if run.is_shrunk or (asked and run.max_tokens < asked):
         degraded = (*degraded, f"max_tokens={run.max_tokens}")
 
     action = "route4" if run.action == "route4" else "queue" if before.queued_s else ""

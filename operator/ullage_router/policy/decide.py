@@ -378,7 +378,16 @@ class _LadderRun:
         prompt = self.facts.prompt_tokens
         limit_s = step_limit_s(engine, prompt, max(1, demand.tokens - prompt), self.facts.limits)
         return Run(
-            action, reason, engine.pool, engine.id, max_tokens, demand, step, limit_s, choices
+            action,
+            reason,
+            engine.pool,
+            engine.id,
+            max_tokens,
+            demand,
+            step,
+            limit_s,
+            choices,
+            is_shrunk=is_short,
         )
 
     # The engines of a pool

@@ -31,6 +31,8 @@ class Run(msgspec.Struct, frozen=True):
 
     Empty if the prefill window cannot move the request.
     """
+    is_shrunk: bool = False
+    """Whether the output is shorter than the engine allows, in the home pool or in another one."""
 
 
 class ShrinkContext(msgspec.Struct, frozen=True):

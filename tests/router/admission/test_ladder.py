@@ -278,6 +278,12 @@ def test_each_transition_through_a_router(start_service: "StartService") -> None
             assert words(answer) == (200, "shrink", "max_tokens=20", "shrinkOutput=KV_HEADROOM")
             answer = await service.complete("x" * 400)
             assert words(answer) == (200, "route4", "", "queue=KV_HEADROOM, route=SPILL")
+            await free(service, 26, 1)
+            service.engines[1].script.reason = inference_pb2.FINISH_REASON_LENGTH
+            answer = await service.complete("x" * 400)
+            trail = "queue=KV_HEADROOM, route=KV_HEADROOM"
+            assert words(answer) == (200, "route4", "max_tokens=16", trail)
+            assert answer.json()["choices"][0]["stop_reason"] == "max_tokens=16"
             await free(service, 2, 1)
             answer = await service.complete("x" * 400)
             trail = "queue=KV_HEADROOM, reject=QUEUE_TIMEOUT"
