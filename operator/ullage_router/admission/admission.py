@@ -352,7 +352,7 @@ class Admission:
                 available = reservation.engine.available + reservation.credit.size
 
         self._balancer.on_placed(request.cache_key, request.preferred, reservation.engine)
-        request.call.decisions.adopt(_accepted(request.call, run, reservation, available))
+        request.call.decisions.adopt(_accepted(request, run, reservation, available))
         _log_decision(request)
         return reservation
 
@@ -520,7 +520,9 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
     )
 
 
-def _accepted(call: Call, run: Run, reservation: Reservation, available: int) -> Decision:
+def _accepted(
+    request: AdmissionRequest, run: Run, reservation: Reservation, available: int
+) -> Decision:
     """Return the decision to log for an accepted request.
 
     The decision's action names the fallback that was needed (`route4`, `queue` or `shrink`). If
@@ -529,9 +531,10 @@ def _accepted(call: Call, run: Run, reservation: Reservation, available: int) ->
     Args:
         available: bytes that were available on the engine.
     """
-    before = call.decisions.latest
-    asked = asked_tokens(call.request)
+    before = request.call.decisions.latest
     degraded = before.degraded
+    # An answer that another engine continues needs the rest of its tokens alone.
+    asked = 0 if request.progress.has_begun else asked_tokens(request.call.request)
     if run.is_shrunk or (asked and run.max_tokens < asked):
         degraded = (*degraded, f"max_tokens={run.max_tokens}")
 

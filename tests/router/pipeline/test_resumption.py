@@ -130,6 +130,19 @@ def test_an_answer_keeps_its_shortest_length(start_service: StartService) -> Non
     asyncio.run(scenario())
 
 
+def test_the_rest_of_an_answer_is_not_shrunk(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            script(service, pause=asyncio.Event())
+            task = asyncio.ensure_future(service.complete(max_tokens=len(WORDS)))
+            await lose(service, task)
+            [latest] = (await service.stats())["latest"]
+            decided = [event for event in latest["timeline"] if event["event"] == "decided"]
+            assert [event["admission_action"] for event in decided] == ["accept", "accept"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("later_blocks", [36, 60])
 def test_a_shortened_prompt_stays_as_it_was_shortened(
     start_service: StartService, later_blocks: int
