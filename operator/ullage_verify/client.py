@@ -61,6 +61,8 @@ class ChatAnswer:
     """Parsed body of a response that is not a stream."""
     engine: str = ""
     """Name of the engine that answered, which Ullage states (empty if unknown)."""
+    degraded: str = ""
+    """Parameters that Ullage says it lowered for lack of memory, such as `top_p=0.9`."""
 
     @property
     def text(self) -> str:
@@ -215,6 +217,7 @@ class OpenAIClient:
                 answer.status = response.status
                 answer.retry_after_s = _seconds(response.headers.get("retry-after"))
                 answer.engine = response.headers.get("x-ullage-engine", "")
+                answer.degraded = response.headers.get("x-ullage-degraded", "")
                 if response.status != 200:
                     answer.error = (await response.text())[:MAX_ERROR_CHARS]
                 elif body.get("stream"):

@@ -340,6 +340,21 @@ def test_many_faults(checked: Checked, fault: Callable[[Any], Any], name: str) -
     assert name in failed(checked(marathon_of(fault, num_faults=20)))
 
 
+def test_words_of_degraded_answers_are_not_compared(checked: Checked) -> None:
+    def degrade(server: Any) -> None:
+        server.behaviour.degrades = True
+
+    criteria = checked(marathon_of(degrade, num_faults=20))
+    assert failed(criteria) == []
+    assert "answers with other words" in {each.name for each in criteria}
+
+
+def test_kinds_whose_parameters_are_lowered_without_a_fault_are_skipped(checked: Checked) -> None:
+    criteria = checked(probed(marathon_of(lambda server: None), degrades=True))
+    skipped = {each.seen for each in criteria if each.name.endswith(": the same words")}
+    assert skipped == {"the server lowered top_p=0.9"}
+
+
 def test_a_fault_that_cannot_be_made_yet_is_made_later(checked: Checked) -> None:
     refusals = iter(range(3))
 

@@ -163,8 +163,8 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
 async def _undisturbed(target: Target, checks: Checks) -> Sequence[Stream]:
     """Send each kind of request twice without faults, and return the streams to run.
 
-    A kind is left out if the server does not answer it. If the two texts differ or are empty, the
-    stream's words are not compared.
+    A kind is left out if the server does not answer it. If the two texts differ or are empty, or
+    the server lowered a parameter, the stream's words are not compared.
     """
     runs = [await asyncio.gather(*(_ask(target, kind) for kind in KINDS)) for _ in range(2)]
     streams = []
@@ -174,8 +174,12 @@ async def _undisturbed(target: Target, checks: Checks) -> Sequence[Stream]:
             outcome = second.outcome if first.is_whole else first.outcome
             checks.skip(name, f"the server answers {outcome}")
             continue
-        is_repeated = bool(first.text) and first.text == second.text
-        if not is_repeated:
+        is_degraded = bool(first.degraded or second.degraded)
+        is_repeated = bool(first.text) and first.text == second.text and not is_degraded
+        if is_degraded:
+            lowered = f"the server lowered {first.degraded or second.degraded}"
+            checks.skip(f"{name}: the same words", lowered)
+        elif not is_repeated:
             checks.skip(f"{name}: the same words", "the answers differ without a fault, too")
         streams.append(Stream(kind, first.text if is_repeated else None))
     return streams
@@ -283,7 +287,10 @@ async def _hit(fault: Fault) -> float | None:
 
 
 def _check_answers(checks: Checks, marathon: Marathon) -> None:
-    """Check that no answer was lost or has other words."""
+    """Check that no answer was lost or has other words.
+
+    A server may lower parameters for lack of memory. If it says so, the words are not compared.
+    """
     answered: list[tuple[Stream, ChatAnswer]] = []
     num_refused = 0
     for stream in marathon.streams:
@@ -301,7 +308,7 @@ def _check_answers(checks: Checks, marathon: Marathon) -> None:
     compared = [
         (stream, answer)
         for stream, answer in answered
-        if answer.is_whole and stream.expected is not None
+        if answer.is_whole and stream.expected is not None and not answer.degraded
     ]
     if compared:
         counts = Counter(
@@ -315,6 +322,7 @@ def _check_answers(checks: Checks, marathon: Marathon) -> None:
     checks.figures["faults"] = marathon.num_faults
     checks.figures["answers"] = len(answered)
     checks.figures["refused"] = num_refused
+    checks.figures["degraded"] = sum(bool(answer.degraded) for _, answer in answered)
 
 
 def _check_pauses(checks: Checks, marathon: Marathon, limit_s: float) -> None:

@@ -69,6 +69,8 @@ class Behaviour:
     """What /health is: "true", "always 200", or "absent"."""
     names_engines: tuple[str, ...] = ()
     """Engines that take turns in answering, named as Ullage names them."""
+    degrades: bool = False
+    """Whether answers have other words, and are said to be degraded as Ullage says it."""
     ignores_departures: bool = False
     """Whether answers are computed to their end for clients that are gone."""
 
@@ -207,6 +209,8 @@ class FakeServer:
         salt = str(self.requests) if behaviour.is_forgetful else ""
         if 0 <= behaviour.changes_words_after < self.requests:
             salt = "other words"
+        if behaviour.degrades:
+            salt = "degraded"
         if behaviour.has_other_plain_text and not body.get("stream"):
             salt = "plain"
         name = hashlib.sha256((salt + prompt).encode()).hexdigest()[:6]
@@ -226,6 +230,7 @@ class FakeServer:
             "predicted_bytes": 10,
             "timeline": [{"event": "decided"}],
         }
+        headers = {"x-ullage-degraded": "top_p=0.9"} if behaviour.degrades else {}
         if not body.get("stream"):
             self.latest.append(record)
             choice = {
@@ -233,9 +238,9 @@ class FakeServer:
                 "text": "".join(words),
                 "finish_reason": "length",
             }
-            return web.json_response({"choices": [choice], "usage": usage})
+            return web.json_response({"choices": [choice], "usage": usage}, headers=headers)
 
-        headers = {"content-type": "text/event-stream"}
+        headers["content-type"] = "text/event-stream"
         if names := behaviour.names_engines:
             headers["x-ullage-engine"] = names[self.requests % len(names)]
         response = web.StreamResponse(headers=headers)
