@@ -257,6 +257,21 @@ def test_inject_without_harm_passes(checked: Checked) -> None:
     assert len(criteria) == 3 + 1 + 3
 
 
+def test_the_next_answer_does_not_wait_for_the_streams_of_others(checked: Checked) -> None:
+    num_before = 0
+
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        def note(server: Any) -> None:
+            nonlocal num_before
+            num_before = num_before or len(server.latest)
+
+        await faulty(note)(target, server, checks)
+        later = [record["output_tokens"] for record in list(server.latest)[num_before:]]
+        assert later[0] == 4 < min(later[1:4])
+
+    assert failed(checked(check)) == []
+
+
 @pytest.mark.parametrize(
     ("fault", "name"),
     [

@@ -3,8 +3,10 @@
 import asyncio
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 from ullage_verify.bystanders import bystanders, undisturbed
+from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
 from ullage_verify.faults import Fault
 from ullage_verify.scenarios import marathon
@@ -22,6 +24,14 @@ NOT_FOUND = 404
 SETTLE_S = 3.0
 
 
+class Recovery(NamedTuple):
+    """The last request that was sent after a fault to see whether the server is back."""
+
+    answer: ChatAnswer
+    seconds: float
+    """Time from the end of the fault to the end of the request, in seconds."""
+
+
 async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
     """Inject each fault while three streams run, and then one fault three times in a row."""
     if not settings.faults:
@@ -35,13 +45,14 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         try:
             async with bystanders(target, reference) as crowd:
                 crowd.disturbed_at = await fault()
-                over_at = time.monotonic()
+                # While their streams go on, or their length would count as the server's pause.
+                recovery = await _next_answer(target)
         except TargetError as error:
             checks.skip(name, str(error))
             continue
         possible[name] = fault
         crowd.check(checks, name, settings.gap_s)
-        if not await _check_back(target, checks, name, over_at):
+        if not await _check_back(target, checks, name, recovery):
             checks.skip("all later faults", "the server did not come back")
             return
         await asyncio.sleep(SETTLE_S)
@@ -65,30 +76,32 @@ async def _in_a_row(
         except TargetError as error:
             checks.skip(f"{name}, {NUM_IN_A_ROW} times in a row", str(error))
             return
-        over_at = time.monotonic()
-        if not await _check_back(target, checks, f"{name}, time {number + 1} in a row", over_at):
+        recovery = await _next_answer(target)
+        if not await _check_back(target, checks, f"{name}, time {number + 1} in a row", recovery):
             return
 
 
-async def _check_back(target: Target, checks: Checks, name: str, since: float) -> bool:
-    """Check how soon the server completes a new request.
-
-    Returns:
-        Whether the server completed a request before the check gave up.
-    """
+async def _next_answer(target: Target) -> Recovery:
+    """Send short requests until the server completes one, at most for PATIENCE_S."""
+    since = time.monotonic()
     while True:
         answer = await target.client.chat(target.model, target.prompt(8, 16), 4)
         seconds = time.monotonic() - since
-        if answer.is_whole:
-            checks.at_most(f"{name}: time to the next answer", seconds, BACK_WITHIN_S)
-            return True
-        if seconds > PATIENCE_S:
-            checks.holds(
-                f"{name}: time to the next answer", False, f"≤ {BACK_WITHIN_S:g} s", answer.outcome
-            )
-            await _check_health(target, checks, name)
-            return False
+        if answer.is_whole or seconds > PATIENCE_S:
+            return Recovery(answer, seconds)
         await asyncio.sleep(RETRY_S)
+
+
+async def _check_back(target: Target, checks: Checks, name: str, recovery: Recovery) -> bool:
+    """Check how soon the server completed a new request, and return whether it did."""
+    criterion = f"{name}: time to the next answer"
+    if recovery.answer.is_whole:
+        checks.at_most(criterion, recovery.seconds, BACK_WITHIN_S)
+        return True
+
+    checks.holds(criterion, False, f"≤ {BACK_WITHIN_S:g} s", recovery.answer.outcome)
+    await _check_health(target, checks, name)
+    return False
 
 
 async def _check_health(target: Target, checks: Checks, name: str) -> None:

@@ -21,8 +21,6 @@ NUM_FAULTS = int(os.environ.get("ULLAGE_E2E_FAULTS", "6"))
 TIMEOUT_S = 600 + 60 * NUM_FAULTS
 GAP_S = 60
 """Longest accepted p95 of pauses: a drain of the only node evicts all engines at once."""
-SLOW_STARTS = "time to the next answer"
-"""End of the criteria that two cores miss while they start two engines and an operator."""
 
 
 @pytest.mark.timeout(TIMEOUT_S)
@@ -46,11 +44,9 @@ def test_no_answer_is_lost_or_differs(
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     print(done.stdout)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
     criteria = {each["name"]: each for each in json.loads(report.read_text())["criteria"]}
-    failed = [name for name, each in criteria.items() if each["verdict"] == "failed"]
-    assert all(name.endswith(SLOW_STARTS) for name in failed), done.stdout
     assert criteria["the server comes back from every fault"]["seen"] == str(NUM_FAULTS)
     assert criteria["lost answers"]["verdict"] == "passed"
     assert criteria["answers with other words"]["verdict"] == "passed"

@@ -223,6 +223,7 @@ class FakeServer:
         is_large = size >= behaviour.large_tokens and behaviour.has_large_pool
         record = {
             "prompt_tokens": size,
+            "output_tokens": count,
             "trace_id": self._trace_id(request),
             "route": behaviour.large_route if is_large else "single",
             "action": "accept",
