@@ -359,9 +359,7 @@ def test_words_of_degraded_answers_are_not_compared(checked: Checked) -> None:
     def degrade(server: Any) -> None:
         server.behaviour.degrades = True
 
-    criteria = checked(marathon_of(degrade, num_faults=20))
-    assert failed(criteria) == []
-    assert "answers with other words" in {each.name for each in criteria}
+    assert failed(checked(marathon_of(degrade, num_faults=20))) == []
 
 
 def test_kinds_whose_parameters_are_lowered_without_a_fault_are_skipped(checked: Checked) -> None:
