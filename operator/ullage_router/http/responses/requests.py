@@ -116,8 +116,8 @@ def read_request(
     else:
         add_items(messages, body.input, documents)
     if len(messages.messages) > MAX_MESSAGES:
-        given = f"a conversation with {len(messages.messages)} turns"
-        raise invalid_value("input", given, f"at most {MAX_MESSAGES} turns")
+        turns = f"a conversation with {len(messages.messages)} turns"
+        raise invalid_value("input", turns, f"at most {MAX_MESSAGES} turns")
     check_calls(sum(len(message.tool_calls) for message in messages.messages))
     conversation = b""
     input_items = b""
@@ -228,14 +228,14 @@ def _previous(body: ResponsesRequest, tenant: str, store: ResponseStore) -> Stor
             f"previous_response_id is {name[:60]}, and this service stores no responses; send the "
             "whole conversation as input, or set spec.routing.responses.enabled of the service",
         )
-    found = store.find(tenant, name)
-    if found is None:
+    stored = store.find(tenant, name)
+    if stored is None:
         message = (
             f"previous_response_id is {name[:160]}, which is not stored here (any more); send the "
             "whole conversation as input"
         )
         raise invalid("previous_response_id", message, "PREVIOUS_RESPONSE_NOT_FOUND")
-    return found
+    return stored
 
 
 def _without_input(body: ResponsesRequest) -> inference_pb2.GenerateRequest:

@@ -72,8 +72,8 @@ class ResponseStore:
 
     def find(self, tenant: str, name: str) -> StoredResponse | None:
         """Return a tenant's response, or None if it is not stored. Any thread may call this."""
-        found = self._stored.get((tenant, name))
-        return found if found and found.expires > self._clock() else None
+        stored = self._stored.get((tenant, name))
+        return stored if stored and stored.expires > self._clock() else None
 
     def add(
         self,
