@@ -16,7 +16,7 @@ from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker import arguments
 from ullage_engine.vllm_worker.adapters import num_slots, slot_bytes
 from ullage_engine.vllm_worker.bindings import core as vllm_core
-from ullage_engine.vllm_worker.oom_backoff import MemoryLimits
+from ullage_engine.vllm_worker.oom_backoff import BackoffLimits
 from ullage_engine.worker.device import (
     GpuAtStart,
     HostTier,
@@ -40,7 +40,7 @@ class StartMemory:
         self,
         config: EngineConfig,
         host_tier: HostTier | None = None,
-        limits: MemoryLimits = MemoryLimits(),  # noqa: B008 - immutable
+        limits: BackoffLimits = BackoffLimits(),  # noqa: B008 - immutable
     ) -> None:
         """Create the ledger before vLLM starts.
 

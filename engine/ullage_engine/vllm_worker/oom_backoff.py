@@ -45,7 +45,7 @@ class Taken(msgspec.Struct, frozen=True):
     """
 
 
-class MemoryLimits(msgspec.Struct, frozen=True):
+class BackoffLimits(msgspec.Struct, frozen=True):
     """Upper limits on the memory that the next worker takes."""
 
     kv_bytes: int | None = None
@@ -54,7 +54,7 @@ class MemoryLimits(msgspec.Struct, frozen=True):
     chunk_tokens: int | None = None
 
 
-def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
+def lowered(limits: BackoffLimits, taken: Taken) -> BackoffLimits:
     """Return lower limits for the next worker, after one that took `taken` ran out of memory.
 
     The KV pool shrinks by an eighth and the prompt tokens per step by half, but neither falls below
@@ -65,7 +65,7 @@ def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
     if taken.chunk_tokens:
         least = max(_LEAST_CHUNK_TOKENS, taken.least_chunk_tokens)
         chunk_tokens = max(taken.chunk_tokens // 2, min(least, taken.chunk_tokens))
-    return MemoryLimits(
+    return BackoffLimits(
         kv_bytes=kv_bytes,
         reserve_bytes=limits.reserve_bytes + taken.kv_bytes - kv_bytes,
         chunk_tokens=chunk_tokens,
@@ -76,7 +76,7 @@ class _History(msgspec.Struct):
     """Contents of the file that one server's workers share."""
 
     server: str = ""
-    limits: MemoryLimits = MemoryLimits()
+    limits: BackoffLimits = BackoffLimits()
     taken: Taken | None = None
     """Memory that the latest worker took, or None if it exited before that was known."""
     ran_out_at: float = 0.0
@@ -119,14 +119,14 @@ class OomBackoff:
             # The server counts this error.
             self._ran_out("the kernel killed a worker")
         if clock() - self._history.ran_out_at > _FORGIVEN_S:
-            self._history.limits = MemoryLimits()
+            self._history.limits = BackoffLimits()
         self._history.taken = None
         self._history.is_running = True
         self._history.num_kills = num_kills
         self._write()
 
     @property
-    def limits(self) -> MemoryLimits:
+    def limits(self) -> BackoffLimits:
         """Upper limits on the memory that this worker may take."""
         return self._history.limits
 

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from ullage_cli.background import BackgroundService, StatusLine
 from ullage_cli.batch.lines import (
     Answered,
+    BatchPlan,
     Entry,
-    Plan,
     answer_line,
     error_line,
     parse_line,
@@ -67,7 +67,7 @@ class BatchRun:
 
     source: BinaryIO
     output: BinaryIO
-    plan: Plan
+    plan: BatchPlan
     answered: Answered
 
 
@@ -188,7 +188,7 @@ def _open(options: argparse.Namespace, stack: contextlib.ExitStack) -> BatchRun:
     return BatchRun(source, output, plan, answered)
 
 
-def _check_same(plan: Plan, answered: Answered, source_path: Path, output_path: Path) -> None:
+def _check_same(plan: BatchPlan, answered: Answered, source_path: Path, output_path: Path) -> None:
     """Refuse an output that belongs to another input.
 
     Raises:

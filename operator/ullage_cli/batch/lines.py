@@ -63,7 +63,7 @@ _ANSWER = msgspec.json.Decoder(_Written)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BatchRequest:
     """A request of the input."""
 
     custom_id: str
@@ -88,7 +88,7 @@ class Entry:
 
 
 @dataclass
-class Plan:
+class BatchPlan:
     """All lines of an input."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -119,13 +119,13 @@ class MalformedLine(ValueError):
         self.custom_id = custom_id
 
 
-def read_plan(lines: Iterable[bytes]) -> Plan:
+def read_plan(lines: Iterable[bytes]) -> BatchPlan:
     """Read all lines of an input. Empty lines are skipped.
 
     Raises:
         ValueError: two lines have the same `custom_id`.
     """
-    plan = Plan()
+    plan = BatchPlan()
     numbers: dict[str, int] = {}
     offset = 0
     for number, line in enumerate(lines, start=1):
@@ -152,7 +152,7 @@ def read_plan(lines: Iterable[bytes]) -> Plan:
     return plan
 
 
-def parse_line(line: bytes) -> Request:
+def parse_line(line: bytes) -> BatchRequest:
     """Return the request of a line.
 
     Raises:
@@ -180,7 +180,7 @@ def parse_line(line: bytes) -> Request:
             custom_id, f"body.stream is {_shown(body.stream)}; leave it out, as answers are whole"
         )
     model = body.model if isinstance(body.model, str) else ""
-    return Request(custom_id, fields.url, bytes(fields.body), model)
+    return BatchRequest(custom_id, fields.url, bytes(fields.body), model)
 
 
 def read_answered(lines: Iterable[bytes]) -> Answered:
@@ -212,7 +212,7 @@ def read_answered(lines: Iterable[bytes]) -> Answered:
     return answered
 
 
-def remaining(plan: Plan, answered: Answered) -> Iterator[Entry]:
+def remaining(plan: BatchPlan, answered: Answered) -> Iterator[Entry]:
     """Yield the lines of an input that have no answer yet."""
     return (entry for entry in plan.entries if entry.key not in answered.keys)
 

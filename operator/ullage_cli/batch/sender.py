@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from ullage_cli.batch.lines import SUCCESS, Request
+from ullage_cli.batch.lines import SUCCESS, BatchRequest
 from ullage_operator.api.errors import LocalFailure
 
 CONNECT_S = 10.0
@@ -140,7 +140,7 @@ class LineSender:
         except (ValueError, LookupError, TypeError):
             return set()
 
-    async def send(self, request: Request) -> LineAnswer:
+    async def send(self, request: BatchRequest) -> LineAnswer:
         """Send a request until its answer counts.
 
         Raises:
@@ -166,7 +166,7 @@ class LineSender:
                 return answer
             await asyncio.sleep(pause)
 
-    async def _post(self, request: Request) -> httpx.Response:
+    async def _post(self, request: BatchRequest) -> httpx.Response:
         """Send a request once, and probe the server while it is silent.
 
         Raises:

@@ -35,7 +35,7 @@ class ChatFailure(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChatPiece:
     """A part of an answer, as it arrives."""
 
     text: str = ""
@@ -92,7 +92,7 @@ class ChatClient:
 
     def answer(
         self, model: str, messages: Sequence[Message], settings: Mapping[str, Any]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ChatPiece]:
         """Yield an answer's pieces as they arrive. Closing the iterator cancels the request.
 
         Args:
@@ -116,7 +116,7 @@ class ChatClient:
                     response.read()
                 _check(response)
                 if degraded := response.headers.get(DEGRADED):
-                    yield Piece(note=f"memory is short, so the request was changed: {degraded}")
+                    yield ChatPiece(note=f"memory is short, so the request was changed: {degraded}")
                 yield from _pieces(response.iter_lines())
         except httpx.HTTPError as error:
             raise ChatFailure(self._unreachable(error)) from error
@@ -128,7 +128,7 @@ class ChatClient:
         return f"{self.url}: {reason}"
 
 
-def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
+def _pieces(lines: Iterator[str]) -> Iterator[ChatPiece]:
     """Yield the pieces of a stream of server-sent events.
 
     Raises:
@@ -136,7 +136,9 @@ def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
     """
     for line in lines:
         if line == RESUMED_COMMENT:
-            yield Piece(note="an engine was lost, and another one continued with small differences")
+            yield ChatPiece(
+                note="an engine was lost, and another one continued with small differences"
+            )
         if not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()
@@ -150,20 +152,20 @@ def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
     raise ChatFailure("the stream ended early; the answer is not complete")
 
 
-def _chunk_pieces(chunk: Mapping[str, Any]) -> Iterator[Piece]:
+def _chunk_pieces(chunk: Mapping[str, Any]) -> Iterator[ChatPiece]:
     if error := chunk.get("error"):
         raise ChatFailure(str(error.get("message", error)), error.get("retry_after"))
 
     if engines := (chunk.get("ullage") or {}).get("resumed_on"):
-        yield Piece(note=f"continued by {', '.join(engines)}")
+        yield ChatPiece(note=f"continued by {', '.join(engines)}")
 
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning") or delta.get("reasoning_content") or ""
         if thought or delta.get("content"):
-            yield Piece(text=delta.get("content") or "", thought=thought)
+            yield ChatPiece(text=delta.get("content") or "", thought=thought)
         if choice.get("finish_reason") == "length":
-            yield Piece(note="the answer reached its maximum length")
+            yield ChatPiece(note="the answer reached its maximum length")
 
 
 def _check(response: httpx.Response) -> None:

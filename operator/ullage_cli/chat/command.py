@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ullage_cli.chat.client import ChatClient, ChatFailure, Piece
+from ullage_cli.chat.client import ChatClient, ChatFailure, ChatPiece
 from ullage_cli.chat.conversation import COMMANDS, Conversation, Ended
 from ullage_cli.processes.state import STATE_FILE, read_state
 from ullage_cli.server_url import server_url, tokens
@@ -247,7 +247,7 @@ class Chat:
             _note(failure)
         return not failure
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, piece: ChatPiece) -> None:
         if piece.note:
             _note(piece.note)
         if piece.thought and self._is_terminal:

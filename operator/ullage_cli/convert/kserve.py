@@ -11,7 +11,7 @@ from ullage_cli.convert.pods import (
     set_pod_fields,
     set_resources,
 )
-from ullage_cli.convert.source import Source, set_if_valid
+from ullage_cli.convert.source import SourceDocument, set_if_valid
 from ullage_cli.manifest_draft import Draft, service_name
 from ullage_cli.vllm_arguments import (
     DEFAULT_LORA_RANK,
@@ -81,7 +81,7 @@ def convert(document: dict[str, Any]) -> Draft:
     Raises:
         LocalFailure: the model has no source that Ullage reads, or the document is malformed.
     """
-    whole = Source(document)
+    whole = SourceDocument(document)
     for name in ("apiVersion", "kind", "status"):
         whole.take(name)
     metadata = whole.section("metadata")
@@ -116,7 +116,7 @@ def convert(document: dict[str, Any]) -> Draft:
     return draft
 
 
-def _set_model(draft: Draft, spec: Source, name: str) -> None:
+def _set_model(draft: Draft, spec: SourceDocument, name: str) -> None:
     uri = str(spec.take("model.uri", ""))
     if not uri.startswith(SCHEMES):
         raise LocalFailure(
@@ -141,7 +141,7 @@ def _set_model(draft: Draft, spec: Source, name: str) -> None:
         draft.set("spec.adapters", adapters, reason)
 
 
-def _set_parallelism(draft: Draft, spec: Source) -> None:
+def _set_parallelism(draft: Draft, spec: SourceDocument) -> None:
     ranks = {
         "tensor": spec.take("parallelism.tensor", 1),
         "pipeline": spec.take("parallelism.pipeline", 1),
@@ -154,7 +154,7 @@ def _set_parallelism(draft: Draft, spec: Source) -> None:
         draft.set("spec.engine", "VLLM", "only vLLM reads spec.vllm.args")
 
 
-def _set_pod(draft: Draft, pod: Source) -> None:
+def _set_pod(draft: Draft, pod: SourceDocument) -> None:
     containers = pod.items("containers")
     main = [each for each in containers if each.take("name", MAIN) == MAIN]
     for container in main[:1]:
@@ -173,7 +173,7 @@ def _set_pod(draft: Draft, pod: Source) -> None:
     )
 
 
-def _set_container(draft: Draft, container: Source) -> None:
+def _set_container(draft: Draft, container: SourceDocument) -> None:
     variables = container.take("env", [])
     more = [each for each in variables if each.get("name") == ARGUMENTS_ENV]
     tokens = [*container.take("command", []), *container.take("args", [])]
@@ -213,7 +213,7 @@ def _set_container(draft: Draft, container: Source) -> None:
     )
 
 
-def _set_scale(draft: Draft, spec: Source) -> None:
+def _set_scale(draft: Draft, spec: SourceDocument) -> None:
     draft.data_ranks = int(spec.take("parallelism.data", draft.data_ranks))
     draft.set("spec.replicas", int(spec.take("replicas", 1)))
 
@@ -239,7 +239,7 @@ def _set_scale(draft: Draft, spec: Source) -> None:
         )
 
 
-def _set_tiers(draft: Draft, spec: Source, prefix: str = "") -> None:
+def _set_tiers(draft: Draft, spec: SourceDocument, prefix: str = "") -> None:
     section = f"{prefix}kvCacheOffloading"
     if size := spec.take(f"{section}.cpu"):
         draft.set("spec.memory.tiers.host.size", size)
@@ -256,7 +256,7 @@ def _set_tiers(draft: Draft, spec: Source, prefix: str = "") -> None:
         tier.lose_rest(draft, {"": "name a claim (claimName), or leave it out for a folder"})
 
 
-def _set_router(draft: Draft, spec: Source) -> None:
+def _set_router(draft: Draft, spec: SourceDocument) -> None:
     if refs := spec.take("router.gateway.refs"):
         draft.set("spec.router.gateway.parentRefs", refs)
     if endpoint := spec.take("tracing.exporterEndpoint"):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ullage_cli.convert.source import Source, set_if_valid
+from ullage_cli.convert.source import SourceDocument, set_if_valid
 from ullage_cli.manifest_draft import Draft
 from ullage_cli.vllm_arguments import POOL
 
@@ -114,7 +114,7 @@ def set_device(draft: Draft) -> None:
         draft.set(f"{POOL}.gpus", 1)
 
 
-def set_pod_fields(draft: Draft, pod: Source) -> None:
+def set_pod_fields(draft: Draft, pod: SourceDocument) -> None:
     """Set the fields of the engines' pods that a source's pod has, too."""
     for field in POD_FIELDS:
         value = pod.take(field)

@@ -10,7 +10,7 @@ from ullage_cli.convert.pods import (
     set_pod_fields,
     set_resources,
 )
-from ullage_cli.convert.source import Source, set_if_valid
+from ullage_cli.convert.source import SourceDocument, set_if_valid
 from ullage_cli.manifest_draft import Draft, service_name
 from ullage_cli.vllm_arguments import (
     POOL,
@@ -94,7 +94,7 @@ def convert(values: dict[str, Any]) -> list[Draft]:
     Raises:
         LocalFailure: the values have no model, or are malformed.
     """
-    whole = Source(values)
+    whole = SourceDocument(values)
     shared = {
         field: whole.take(f"servingEngineSpec.{field}")
         for field in ("runtimeClassName", "schedulerName", "tolerations", "env", "imagePullSecrets")
@@ -112,7 +112,7 @@ def convert(values: dict[str, Any]) -> list[Draft]:
     return drafts
 
 
-def _convert_model(model: Source, shared: dict[str, Any]) -> Draft:
+def _convert_model(model: SourceDocument, shared: dict[str, Any]) -> Draft:
     name = str(model.take("name", ""))
     url = str(model.take("modelURL", ""))
     if not url:
@@ -140,7 +140,7 @@ def _convert_model(model: Source, shared: dict[str, Any]) -> Draft:
     return draft
 
 
-def _set_options(draft: Draft, model: Source) -> None:
+def _set_options(draft: Draft, model: SourceDocument) -> None:
     for field, option in _OPTIONS.items():
         value = model.take(f"vllmConfig.{field}")
         if value is not None:
@@ -162,7 +162,7 @@ def _set_options(draft: Draft, model: Source) -> None:
         translate(draft, [Argument("enable_lora", True, model.name_of("enableLoRA"))])
 
 
-def _set_resources(draft: Draft, model: Source) -> None:
+def _set_resources(draft: Draft, model: SourceDocument) -> None:
     requests = {"cpu": model.take("requestCPU"), "memory": model.take("requestMemory")}
     limits = {"cpu": model.take("limitCPU"), "memory": model.take("limitMemory")}
     kind = str(model.take("requestGPUType", "nvidia.com/gpu"))
@@ -177,7 +177,7 @@ def _set_resources(draft: Draft, model: Source) -> None:
     set_resources(draft, model.take("resources", {}), model.name_of("resources"), kind)
 
 
-def _set_pod(draft: Draft, model: Source, shared: dict[str, Any]) -> None:
+def _set_pod(draft: Draft, model: SourceDocument, shared: dict[str, Any]) -> None:
     token = model.take("hf_token")
     if isinstance(token, dict):
         reference = {"name": token.get("secretName"), "key": token.get("secretKey")}
@@ -228,7 +228,7 @@ def _set_pod(draft: Draft, model: Source, shared: dict[str, Any]) -> None:
         draft.set(f"{POOL}.shmSize", size)
 
 
-def _set_cache(draft: Draft, model: Source) -> None:
+def _set_cache(draft: Draft, model: SourceDocument) -> None:
     claim = model.take("pvcExistingClaimName")
     size = model.take("pvcStorage")
     storage_class = model.take("storageClass") or model.take("pvcStorageClass")
@@ -262,7 +262,7 @@ def _set_cache(draft: Draft, model: Source) -> None:
         draft.set("spec.memory.tiers.file.size", f"{disk}Gi", "as diskOffloadingBufferSize, in GB")
 
 
-def _set_scale(draft: Draft, model: Source) -> None:
+def _set_scale(draft: Draft, model: SourceDocument) -> None:
     replicas = model.take("replicaCount")
     if replicas is not None:
         draft.set("spec.replicas", replicas)

@@ -10,7 +10,7 @@ from ullage_operator.api.errors import InvalidManifest, LocalFailure
 _NO_COUNTERPART = "LLMService has no such field"
 
 
-class Source:
+class SourceDocument:
     """A document whose fields are taken one by one.
 
     Args:
@@ -36,7 +36,7 @@ class Source:
         self._prune(sections)
         return default if value is None else value
 
-    def section(self, path: str) -> "Source":
+    def section(self, path: str) -> "SourceDocument":
         """Remove a section, and return it as a source of its own (empty if it is missing).
 
         Raises:
@@ -46,9 +46,9 @@ class Source:
         whole = self.name_of(path)
         if not isinstance(value, dict):
             raise LocalFailure(f"{whole}: {value!r} is not a mapping; check the file")
-        return Source(value, whole)
+        return SourceDocument(value, whole)
 
-    def items(self, path: str) -> "list[Source]":
+    def items(self, path: str) -> "list[SourceDocument]":
         """Remove a list of sections, and return them as sources of their own.
 
         Raises:
@@ -58,7 +58,7 @@ class Source:
         whole = self.name_of(path)
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
             raise LocalFailure(f"{whole}: is not a list of mappings; check the file")
-        return [Source(each, f"{whole}[{index}]") for index, each in enumerate(value)]
+        return [SourceDocument(each, f"{whole}[{index}]") for index, each in enumerate(value)]
 
     def name_of(self, path: str) -> str:
         """Return the path of a field within the whole input."""

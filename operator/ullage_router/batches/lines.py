@@ -207,7 +207,7 @@ class LineIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class BatchReply:
     """The response to a request of a batch."""
 
     status: int
@@ -222,7 +222,7 @@ class Reply:
         return self.status == 200
 
 
-def reply_line(batch: str, number: int, custom_id: str, reply: Reply) -> bytes:
+def reply_line(batch: str, number: int, custom_id: str, reply: BatchReply) -> bytes:
     """Return the line of an output file for a request that got a response."""
     response = {
         "status_code": reply.status,

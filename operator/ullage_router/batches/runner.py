@@ -21,8 +21,8 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.batches.batch import ENDED, WINDOW_S, Batch, BatchError, Ending, Status
 from ullage_router.batches.lines import (
     BatchLine,
+    BatchReply,
     LineIndex,
-    Reply,
     answered_numbers,
     check_file,
     error_line,
@@ -53,7 +53,7 @@ _LOST = "The router lost this request; send it in another batch."
 
 log = logging.getLogger(__name__)
 
-Send = Callable[[str, str, bytes, str], Awaitable[Reply]]
+Send = Callable[[str, str, bytes, str], Awaitable[BatchReply]]
 """Sends a request: takes the endpoint, the tenant, the body and the request id."""
 
 
@@ -64,7 +64,7 @@ class _Outputs:
     answers: GrowingFile
     errors: GrowingFile
 
-    def of(self, reply: Reply) -> GrowingFile:
+    def of(self, reply: BatchReply) -> GrowingFile:
         return self.answers if reply.is_success else self.errors
 
     def close(self) -> None:
@@ -411,7 +411,7 @@ class BatchRunner:
             batch.failed += 1
             self.ended["failed"] += 1
 
-    async def _reply(self, batch: Batch, number: int, line: BatchLine) -> Reply:
+    async def _reply(self, batch: Batch, number: int, line: BatchLine) -> BatchReply:
         """Send a request until it is answered. After a refusal it waits and is sent again."""
         request_id = f"{batch.id}_{number}"
         tries = 0
@@ -586,5 +586,5 @@ async def _wait_for_disk(batch: Batch, error: ServiceError) -> None:
     await asyncio.sleep(DISK_WAIT_S)
 
 
-async def _not_connected(endpoint: str, tenant: str, body: bytes, request_id: str) -> Reply:
+async def _not_connected(endpoint: str, tenant: str, body: bytes, request_id: str) -> BatchReply:
     raise AssertionError("the runner needs a way to send requests")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_cli.batch.lines import (
+    BatchPlan,
     MalformedLine,
-    Plan,
     answer_line,
     error_line,
     parse_line,
@@ -57,11 +57,11 @@ def batches(draw: st.DrawFn) -> bytes:
     return joined if draw(st.booleans()) else joined.removesuffix(b"\n")
 
 
-def plan_of(data: bytes) -> Plan:
+def plan_of(data: bytes) -> BatchPlan:
     return read_plan(io.BytesIO(data))
 
 
-def answer(plan: Plan, source: bytes, output: bytes, body: Any = None) -> bytes:
+def answer(plan: BatchPlan, source: bytes, output: bytes, body: Any = None) -> bytes:
     """Return the output after a run that begins with the given output."""
     answered = read_answered(io.BytesIO(output))
     output = output[: answered.num_bytes]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ullage_testing.terminal import Terminal
 
-from ullage_cli.chat.client import ChatClient, ChatFailure, Piece
+from ullage_cli.chat.client import ChatClient, ChatFailure, ChatPiece
 from ullage_cli.chat.conversation import Conversation, Ended
 
 Events = list[str]
@@ -97,7 +97,7 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def pieces(server: Server, answer: Events) -> list[Piece]:
+def pieces(server: Server, answer: Events) -> list[ChatPiece]:
     server.answers.append((200, {}, answer))
     with ChatClient(server.url + "/v1", "k") as client:
         return list(client.answer("model-a", [{"role": "user", "content": "hi"}], {"seed": 1}))
@@ -106,7 +106,11 @@ def pieces(server: Server, answer: Events) -> list[Piece]:
 def test_an_answer_comes_in_pieces(server: Server) -> None:
     thought = "data: " + json.dumps({"choices": [{"delta": {"reasoning": "hm"}}]})
     events = [": ping", thought, delta("Hel"), delta("lo"), delta("", finish_reason="stop"), DONE]
-    assert pieces(server, events) == [Piece(thought="hm"), Piece(text="Hel"), Piece(text="lo")]
+    assert pieces(server, events) == [
+        ChatPiece(thought="hm"),
+        ChatPiece(text="Hel"),
+        ChatPiece(text="lo"),
+    ]
     [request] = server.requests
     assert (request["model"], request["stream"], request["seed"]) == ("model-a", True, 1)
     assert server.keys == ["Bearer k"]

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage_cli.convert.source import Source
+from ullage_cli.convert.source import SourceDocument
 from ullage_cli.main import main
 from ullage_cli.manifest_draft import Draft
 from ullage_cli.vllm_arguments import threshold_percent
@@ -548,7 +548,7 @@ LEAVES = st.recursive(
 
 @given(st.dictionaries(st.sampled_from("abcd"), LEAVES), st.lists(st.sampled_from("abcd")))
 def test_no_field_of_a_source_is_lost_silently(document: dict[str, Any], taken: list[str]) -> None:
-    source = Source(document)
+    source = SourceDocument(document)
     for name in taken:
         source.take(f"a.{name}")
         source.take(name)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_engine.protocol.errors import GroupLostError
-from ullage_engine.vllm_worker.oom_backoff import FILE, MemoryLimits, OomBackoff, Taken, lowered
+from ullage_engine.vllm_worker.oom_backoff import FILE, BackoffLimits, OomBackoff, Taken, lowered
 
 TAKEN = Taken(kv_bytes=800, least_kv_bytes=100, chunk_tokens=512, least_chunk_tokens=16)
 
@@ -31,7 +31,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_the_first_worker_takes_what_there_is(machine: Machine) -> None:
-    assert machine.start().limits == MemoryLimits()
+    assert machine.start().limits == BackoffLimits()
 
 
 def test_the_next_worker_takes_less_each_time(machine: Machine) -> None:
@@ -39,10 +39,12 @@ def test_the_next_worker_takes_less_each_time(machine: Machine) -> None:
     worker.took(TAKEN)
     worker.on_failed_step(MemoryError())
     worker = machine.start()
-    assert worker.limits == MemoryLimits(kv_bytes=700, reserve_bytes=100, chunk_tokens=256)
+    assert worker.limits == BackoffLimits(kv_bytes=700, reserve_bytes=100, chunk_tokens=256)
     worker.took(Taken(kv_bytes=700, least_kv_bytes=100, chunk_tokens=256, least_chunk_tokens=16))
     worker.on_failed_step(MemoryError())
-    assert machine.start().limits == MemoryLimits(kv_bytes=612, reserve_bytes=188, chunk_tokens=128)
+    assert machine.start().limits == BackoffLimits(
+        kv_bytes=612, reserve_bytes=188, chunk_tokens=128
+    )
 
 
 def test_other_errors_change_nothing(machine: Machine) -> None:
@@ -50,7 +52,7 @@ def test_other_errors_change_nothing(machine: Machine) -> None:
     worker.took(TAKEN)
     worker.on_failed_step(RuntimeError("an error inside a step"))
     worker = machine.start()
-    assert worker.limits == MemoryLimits()
+    assert worker.limits == BackoffLimits()
     assert worker.take_unreported() == 0
 
 
@@ -66,7 +68,7 @@ def test_a_new_server_begins_anew(machine: Machine) -> None:
     worker = machine.start()
     worker.took(TAKEN)
     worker.on_failed_step(MemoryError())
-    assert machine.start("2 0.0").limits == MemoryLimits()
+    assert machine.start("2 0.0").limits == BackoffLimits()
 
 
 def test_an_hour_later_all_is_taken_again(machine: Machine) -> None:
@@ -74,9 +76,9 @@ def test_an_hour_later_all_is_taken_again(machine: Machine) -> None:
     worker.took(TAKEN)
     worker.on_failed_step(MemoryError())
     machine.now += 3599
-    assert machine.start().limits != MemoryLimits()
+    assert machine.start().limits != BackoffLimits()
     machine.now += 2
-    assert machine.start().limits == MemoryLimits()
+    assert machine.start().limits == BackoffLimits()
 
 
 def test_a_step_is_counted_by_the_worker_that_it_ends(machine: Machine) -> None:
@@ -119,7 +121,7 @@ def test_a_worker_that_somebody_killed_did_not(machine: Machine) -> None:
     worker.took(TAKEN)
     worker = machine.start()
     assert worker.take_unreported() == 0
-    assert worker.limits == MemoryLimits()
+    assert worker.limits == BackoffLimits()
 
 
 def test_a_worker_that_said_why_it_ended_did_so_once(machine: Machine) -> None:
@@ -133,7 +135,7 @@ def test_a_worker_that_said_why_it_ended_did_so_once(machine: Machine) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b'{"server": 3}', b"\xff"])
 def test_a_broken_file_is_no_obstacle(machine: Machine, content: bytes) -> None:
     (machine.folder / FILE).write_bytes(content)
-    assert machine.start().limits == MemoryLimits()
+    assert machine.start().limits == BackoffLimits()
 
 
 def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_prompts_that_are_not_cut_stay_whole() -> None:
     taken = Taken(kv_bytes=800, least_kv_bytes=0)
-    assert lowered(MemoryLimits(), taken).chunk_tokens is None
+    assert lowered(BackoffLimits(), taken).chunk_tokens is None
 
 
 @given(
@@ -158,7 +160,7 @@ def test_workers_take_less_until_the_longest_request_fits_just(
 ) -> None:
     first = Taken(kv_bytes, min(kv_bytes, least_kv_bytes), chunk_tokens, least_chunk_tokens)
     taken = first
-    limits = MemoryLimits()
+    limits = BackoffLimits()
     for _ in range(300):
         limits = lowered(limits, taken)
         assert limits.kv_bytes is not None

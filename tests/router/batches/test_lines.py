@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from ullage_router.batches.lines import (
     MAX_ERRORS,
     MAX_LINE_BYTES,
+    BatchReply,
     LineChecker,
     LineIndex,
-    Reply,
     answered_numbers,
     check_file,
     error_line,
@@ -119,7 +119,7 @@ def test_a_line_of_the_maximum_length_passes(tmp_path: Path, end: bytes) -> None
 
 
 def test_output_lines_are_those_of_openai(tmp_path: Path) -> None:
-    reply = Reply(200, b'{"x": 1}', "req-1")
+    reply = BatchReply(200, b'{"x": 1}', "req-1")
     written = reply_line("batch_1", 7, "a\n", reply)
     assert json.loads(written) == {
         "id": "batch_req_1_7",

@@ -16,7 +16,7 @@ from ullage_common.config.router import BatchLimits, FilesSection
 from ullage_common.wire.errors import ServiceError
 from ullage_router.batches import runner as runner_module
 from ullage_router.batches.batch import Batch
-from ullage_router.batches.lines import Reply
+from ullage_router.batches.lines import BatchReply
 from ullage_router.batches.records import BatchRecords
 from ullage_router.batches.runner import BatchRunner, surplus
 from ullage_router.errors import http_status
@@ -27,8 +27,8 @@ CHAT = "/v1/chat/completions"
 OK = b'{"ok": true}'
 
 
-async def answer(endpoint: str, tenant: str, body: bytes, request_id: str) -> Reply:
-    return Reply(200, OK, request_id)
+async def answer(endpoint: str, tenant: str, body: bytes, request_id: str) -> BatchReply:
+    return BatchReply(200, OK, request_id)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -146,7 +146,7 @@ def test_a_late_batch_that_waits_for_room_can_be_cancelled(
     monkeypatch.setattr(runner_module, "WINDOW_S", 1)
     data = lines("a")
 
-    async def never(*_: Any) -> Reply:
+    async def never(*_: Any) -> BatchReply:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -167,7 +167,7 @@ def test_a_damaged_output_file_fails_the_batch(tmp_path: Path) -> None:
         async with running(tmp_path, batches=BatchLimits(max_concurrency=1)) as (store, runner):
             held = asyncio.Event()
 
-            async def answer_first(*args: Any) -> Reply:
+            async def answer_first(*args: Any) -> BatchReply:
                 if args[3].endswith("_1"):
                     await held.wait()
                 return await answer(*args)
@@ -304,7 +304,7 @@ def test_the_input_of_a_batch_that_is_being_created_cannot_be_deleted(
 
 
 def test_a_batch_that_is_refused_lets_its_input_go(tmp_path: Path) -> None:
-    async def never(*_: Any) -> Reply:
+    async def never(*_: Any) -> BatchReply:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -321,7 +321,7 @@ def test_a_batch_that_is_refused_lets_its_input_go(tmp_path: Path) -> None:
 
 
 def test_a_request_that_is_lost_gets_an_error(tmp_path: Path) -> None:
-    async def lose_second(*args: Any) -> Reply:
+    async def lose_second(*args: Any) -> BatchReply:
         if args[3].endswith("_1"):
             raise asyncio.CancelledError
         return await answer(*args)

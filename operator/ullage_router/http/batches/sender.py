@@ -4,7 +4,7 @@ import asyncio
 import logging
 from http import HTTPStatus
 
-from ullage_router.batches.lines import Reply
+from ullage_router.batches.lines import BatchReply
 from ullage_router.errors import internal
 from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.messages import BATCH_TENANT, JSON, Endpoint, Message, asgi
@@ -23,7 +23,7 @@ class BatchSender:
     def __init__(self, app: Endpoint) -> None:
         self._serve = asgi(app, HTTPLimits())
 
-    async def send(self, endpoint: str, tenant: str, body: bytes, request_id: str) -> Reply:
+    async def send(self, endpoint: str, tenant: str, body: bytes, request_id: str) -> BatchReply:
         """Send a request, and return the response.
 
         Args:
@@ -54,8 +54,10 @@ class BatchSender:
         if not response.is_json:  # it would make the line of the output file no JSON
             log.error("a batch's request got no JSON", extra={"request_id": request_id})
             body = envelope(internal(request_id))
-            return Reply(HTTPStatus.INTERNAL_SERVER_ERROR, body, request_id)
-        return Reply(response.status, b"".join(response.pieces), request_id, response.retry_after_s)
+            return BatchReply(HTTPStatus.INTERNAL_SERVER_ERROR, body, request_id)
+        return BatchReply(
+            response.status, b"".join(response.pieces), request_id, response.retry_after_s
+        )
 
 
 class _Response:
