@@ -20,10 +20,11 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
 STEADY_S = 60.0
 """Seconds of readiness after which a process's restart backoff is reset."""
-MAX_FAILURES = 5
-"""Number of consecutive exits after which the pod fails for good.
+MAX_FAILED_STARTS = 5
+"""Number of consecutive exits before readiness after which the pod fails for good.
 
-If the process stays ready for STEADY_S, the count is reset.
+A pod that becomes ready is restarted however often it crashes, as in Kubernetes: its service
+answers in between, and other pods may be well.
 """
 
 READ_BYTES = 1 << 16
@@ -74,10 +75,11 @@ class PodProcess:
         """Run the process and restart it whenever it exits, until `stop` is called.
 
         Raises:
-            PodFailed: the process exited too many times in a row, or with a status that a restart
-                cannot fix.
+            PodFailed: the process exited too many times in a row without becoming ready, or with a
+                status that a restart cannot fix.
         """
-        failures = 0
+        failed_starts = 0
+        pause = FIRST_BACKOFF_S
         while not self._stopping.is_set():
             status = await self._run_once()
             if self._stopping.is_set():
@@ -85,19 +87,21 @@ class PodProcess:
             if status == MISUSE:
                 raise PodFailed(self._last_error or f"exit status 2\n{tail(self.log_path)}")
 
-            failures = 1 if self._was_steady() else failures + 1
-            if failures == MAX_FAILURES:
-                count = f"exited {failures} times in a row, last with status {status}"
+            failed_starts = 0 if self._was_ready() else failed_starts + 1
+            if failed_starts == MAX_FAILED_STARTS:
+                count = f"exited {failed_starts} times in a row, last with status {status}"
                 words = f": {self._last_error}" if self._last_error else f"\n{tail(self.log_path)}"
                 raise PodFailed(count + words)
 
-            pause = min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S)
+            if self._was_steady():
+                pause = FIRST_BACKOFF_S
             reason = f" ({self._last_error})" if self._last_error else ""
             self._on_progress(f"exited with status {status}{reason}; restarting in {pause:.1f} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
                 return
 
+            pause = min(2 * pause, MAX_BACKOFF_S)
             self.restarts += 1
 
     async def stop(self) -> None:
@@ -152,6 +156,10 @@ class PodProcess:
     async def _probe(self) -> None:
         await wait_ready(self.pod)
         self.ready_since = time.monotonic()
+
+    def _was_ready(self) -> bool:
+        """Return whether the exited process had passed its probe. Pods without ports have none."""
+        return bool(self.pod.ports) and self.ready_since is not None
 
     def _was_steady(self) -> bool:
         """Return whether the exited process had been ready for at least STEADY_S.

@@ -190,11 +190,12 @@ def test_a_pod_that_is_never_ready_is_given_up_however_long_its_starts_take(
     run(scenario)
 
 
-def test_a_pod_that_was_ready_for_long_is_started_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("steady_s", [0.0, 60.0])
+def test_a_pod_that_was_ready_is_started_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steady_s: float
 ) -> None:
     monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("ullage_cli.processes.pod_process.STEADY_S", 0.0)
+    monkeypatch.setattr("ullage_cli.processes.pod_process.STEADY_S", steady_s)
 
     async def scenario() -> None:
         port = free_port()
