@@ -91,7 +91,7 @@ class WorkQueue(Generic[Key]):
 
     async def _serve(self, key: Key) -> None:
         dirty = self._dirty[key]
-        failures = 0
+        backoff_s = _BACKOFF_FIRST_S
         me = asyncio.current_task()
         delay_s: float | None = 0.0
         # Code that catches a cancellation for its own timeout may lose this task's cancellation.
@@ -104,12 +104,12 @@ class WorkQueue(Generic[Key]):
                 async with self._slots:
                     dirty.clear()
                     delay_s = await self._work(key)
-                    failures = 0
+                    backoff_s = _BACKOFF_FIRST_S
             except Exception:
                 # A bug must neither end the operator nor be repeated in a tight loop.
                 _logger.exception("reconciling %s failed", key)
-                delay_s = min(_BACKOFF_MOST_S, _BACKOFF_FIRST_S * 2**failures)
-                failures += 1
+                delay_s = backoff_s
+                backoff_s = min(_BACKOFF_MOST_S, 2 * backoff_s)
             await asyncio.sleep(_GAP_S)
 
         if self._workers.get(key) is me:

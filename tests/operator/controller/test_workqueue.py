@@ -114,6 +114,24 @@ def test_a_failing_run_is_reported_and_does_not_stop_others(caplog):
     assert "reconciling bad failed" in caplog.text
 
 
+def test_a_key_is_tried_again_after_more_failures_than_a_power_of_two_can_count(monkeypatch):
+    for name in ("_GAP_S", "_BACKOFF_FIRST_S", "_BACKOFF_MOST_S"):
+        monkeypatch.setattr(f"ullage_operator.controller.controller.{name}", 1e-6)
+    runs = []
+
+    async def work(key):
+        runs.append(key)
+        raise ValueError("broken")
+
+    async def scenario():
+        queue = WorkQueue(work)
+        queue.add("a")
+        await until(lambda: len(runs) > 1100)
+        await queue.close()
+
+    asyncio.run(scenario())
+
+
 def test_what_was_dropped_runs_no_more_though_it_missed_its_cancellation():
     runs = []
 
