@@ -3,13 +3,14 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,8 @@ MANIFEST = ROOT / "examples" / "bench.yaml"
 NAME = "smollm2"
 """Name of the model on every server, unless a manifest has another."""
 CORES = sorted(os.sched_getaffinity(0))
+TAIL_LINES = 20
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
 LLAMA_CPP = "11434.0.0"
 LLAMA_BUILD = {
     # Without a limit, the build starts a compiler for every file at once.
@@ -376,4 +379,22 @@ def _session(process: psutil.Process) -> int | None:
 
 
 def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    """Return the last lines of a log, below the reason if that came earlier."""
+    lines = log.read_text(errors="replace").splitlines()
+    tail = lines[-TAIL_LINES:]
+    reason = reason_of(lines[:-TAIL_LINES])
+    is_error = _ERROR.search(reason) is not None
+    return "\n".join([reason, *tail] if is_error else tail)
+
+
+def reason_of(lines: Sequence[str]) -> str:
+    """Return the first error in the output of a server, or else its last line.
+
+    A server whose child process fails writes the child's error first, and then its own.
+    """
+    for line in lines:
+        found = _ERROR.search(line)
+        if found and "WARNING" not in line:
+            return found.group()
+    full = [line.strip() for line in lines if line.strip()]
+    return full[-1] if full else ""

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.compare.servers import Running, Server, lives, running
+from benchmarks.compare.servers import Running, Server, lives, reason_of, running
 from benchmarks.support.load import ServerError
 from benchmarks.survive.cases import CASES, CRASH_LOOP, Case, NotPlayedError, Scene
 from benchmarks.survive.container import Container, SharedFiles, container
@@ -202,7 +202,7 @@ def outcomes_of(server: Server, names: Sequence[str], sitting: Sitting) -> Itera
             yield Outcome(
                 server.name,
                 name,
-                failure=f"does not start: {last_line(error)}",
+                failure=f"does not start: {reason_of(str(error).splitlines())}",
                 errors=[str(error)],
             )
 
@@ -221,7 +221,9 @@ def crash_loop(server: Server, sitting: Sitting) -> Outcome:
                     if number < sitting.num_kills:
                         asyncio.run(kill_all(server, started))
         except (ServerError, TargetError) as error:
-            failure = f"does not start after {num_back + 1} kills: {last_line(error)}"
+            failure = (
+                f"does not start after {num_back + 1} kills: {reason_of(str(error).splitlines())}"
+            )
         left = box.shared_files()
 
     seen = f"back {max(0, num_back)} of {sitting.num_kills} times, /dev/shm {growth(before, left)}"
@@ -243,8 +245,3 @@ def growth(before: SharedFiles, after: SharedFiles) -> str:
         return f"has {after.count} files as before"
     more_mib = (after.num_bytes - before.num_bytes) >> 20
     return f"grew by {after.count - before.count} files ({more_mib} MiB)"
-
-
-def last_line(error: object) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""

@@ -26,7 +26,10 @@ TITLES: Mapping[str, str] = {
     "ullage": "Ullage",
 }
 OURS = "ullage"
-_ALL_SERVED = re.compile(r"((\d+) of \2: )?200|")
+SERVED = "200"
+BROKEN = "broken"
+"""How an answer that broke off is called among statuses."""
+_COUNT = re.compile(r"\d+ of \d+: ")
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,12 @@ def _cell(outcome: Outcome) -> str:
         return outcome.skipped
 
     word = f"**{outcome.word}**" if outcome.server == OURS and not outcome.fault else outcome.word
-    if _ALL_SERVED.fullmatch(outcome.cause):
-        return word
-    return f"{outcome.cause}, {word}"
+    # The row with all figures has the numbers of answers, too.
+    answers = dict.fromkeys(_COUNT.sub("", outcome.cause).split(", "))
+    told = [each for each in answers if each not in ("", SERVED)]
+    if outcome.broken and BROKEN in told:
+        told.remove(BROKEN)
+    return ", ".join([*told, word])
 
 
 def between_marks(page: str, table: str) -> str:

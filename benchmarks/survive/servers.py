@@ -64,7 +64,8 @@ def vllm(folder: Path, setting: Setting) -> Server | None:
     environment = dict(server.environment)
     more = list[str]()
     if setting == "small pool":
-        more = ["--kv-cache-memory-bytes", str(POOL_BYTES), "--max-model-len", str(POOL_CONTEXT)]
+        more = ["--kv-cache-memory-bytes", str(_pool_bytes(server))]
+        more += ["--max-model-len", str(POOL_CONTEXT)]
     elif setting == "two ranks":
         more = ["--pipeline-parallel-size", "2", "--enforce-eager"]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(_halves(servers.CORES))
@@ -81,6 +82,13 @@ def vllm(folder: Path, setting: Setting) -> Server | None:
         environment=environment,
         how=" ".join(more),
     )
+
+
+def _pool_bytes(server: Server) -> int:
+    """Return the bytes of a pool of POOL_TOKENS. A server that computes float32 stores float32."""
+    words = server.command(0)
+    is_float32 = words[words.index("--dtype") + 1] == "float32"
+    return 2 * POOL_BYTES if is_float32 else POOL_BYTES
 
 
 def ullage(folder: Path, setting: Setting) -> Server | None:

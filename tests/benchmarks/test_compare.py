@@ -132,6 +132,16 @@ def test_a_server_that_ends_at_once_is_an_error_with_its_last_words_and_leaves_n
     assert not living(log.read_text().split()[:1])
 
 
+def test_the_reason_of_a_failed_start_is_its_first_error() -> None:
+    from benchmarks.compare.servers import reason_of
+
+    lines = ["WARNING this can cause OSError: [Errno 24]", "ERROR [core.py:1] ValueError: no room"]
+    lines += ["RuntimeError: the child failed", "", "  warnings.warn('leaked')", ""]
+    assert reason_of(lines) == "ValueError: no room"
+    assert reason_of(lines[-3:]) == "warnings.warn('leaked')"
+    assert reason_of([]) == ""
+
+
 def test_a_child_that_has_just_ended_counts_for_nothing(compare: Any) -> None:
     child = subprocess.Popen(["sleep", "600"])
     gone = psutil.Process(child.pid)

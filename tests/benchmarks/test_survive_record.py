@@ -40,6 +40,22 @@ def test_the_readmes_table_has_a_cell_for_each_server() -> None:
 
 
 @pytest.mark.parametrize(
+    ("cause", "broken", "cell"),
+    [
+        ("24 of 24: 200", 0, "goes on"),
+        ("24 of 24: broken", 3, "all break off"),
+        ("13 of 24: 500, 11 of 24: broken", 3, "500, all break off"),
+        ("2 of 24: 200, 22 of 24: broken", 0, "broken, goes on"),
+        ("400", 0, "400, goes on"),
+        ("", 0, "goes on"),
+    ],
+)
+def test_a_cell_tells_each_kind_of_answer_once(cause: str, broken: int, cell: str) -> None:
+    seen = replace(SEEN, server="vllm", cause=cause, broken=broken, whole=3 - broken)
+    assert recorded_of(seen).cell == cell
+
+
+@pytest.mark.parametrize(
     ("path", "table"),
     [(record.README, record.readme_table), (record.FIGURES, record.figures_table)],
 )
