@@ -40,6 +40,11 @@ RANK_BYTES = 1500 << 20
 RANK_KV_BYTES = 200 << 20
 HOST_TIER_BYTES = 256 << 20
 """KV in host memory, where host and device share one memory."""
+LONG_WAITS: Mapping[str, Any] = {
+    name: yaml.safe_load(servers.MANIFEST.read_text())["spec"][name]
+    for name in ("routing", "batching", "limits", "slo")
+}
+"""Limits that do not interfere, as the comparison of servers has them."""
 
 
 def llama_cpp(folder: Path, setting: Setting) -> Server | None:
@@ -86,9 +91,12 @@ def vllm(folder: Path, setting: Setting) -> Server | None:
 
 def _pool_bytes(server: Server) -> int:
     """Return the bytes of a pool of POOL_TOKENS. A server that computes float32 stores float32."""
+    return 2 * POOL_BYTES if _is_float32(server) else POOL_BYTES
+
+
+def _is_float32(server: Server) -> bool:
     words = server.command(0)
-    is_float32 = words[words.index("--dtype") + 1] == "float32"
-    return 2 * POOL_BYTES if is_float32 else POOL_BYTES
+    return words[words.index("--dtype") + 1] == "float32"
 
 
 def ullage(folder: Path, setting: Setting) -> Server | None:
@@ -100,13 +108,18 @@ def ullage(folder: Path, setting: Setting) -> Server | None:
 def ullage_vllm(folder: Path, setting: Setting) -> Server | None:
     """Return a server that runs Ullage with vLLM, from the environment that has vLLM."""
     python = folder / "vllm" / "bin" / "python"
-    changes = _spec(setting)
+    plain = servers.vllm(folder)
+    changes = _spec(setting, _pool_bytes(plain))
     if setting == "adapter":
-        plain = servers.vllm(folder)
         place = adapter.write_adapter(checkpoint_of(plain), folder / "adapter")
         source = f"file://{place}"
         changes = {"adapters": [{"name": adapter.NAME, "source": source, "rank": adapter.RANK}]}
 
+    # The example refuses what waits for five seconds. Here nothing may be refused for time alone,
+    # and the weights have the type that vLLM has without Ullage.
+    changes = {**LONG_WAITS, **changes}
+    if _is_float32(plain):
+        changes["model"] = {**changes.get("model", {}), "dtype": "Float32"}
     manifest = _manifest(ROOT / "examples" / "vllm.yaml", folder, "vllm", changes)
     server = servers.ullage(manifest)
     return replace(
@@ -124,10 +137,10 @@ def two_engines(folder: Path) -> Server:
     return replace(servers.ullage(manifest), name="ullage2")
 
 
-def _spec(setting: Setting) -> dict[str, Any]:
+def _spec(setting: Setting, pool_bytes: int = POOL_BYTES) -> dict[str, Any]:
     """Return the changes of a setting to a manifest's spec. None removes a field."""
     if setting == "small pool":
-        pools = {"single": {"memory": {"maxKV": POOL_BYTES}}}
+        pools = {"single": {"memory": {"maxKV": pool_bytes}}}
         return {"model": {"maxModelLen": POOL_CONTEXT}, "pools": pools}
     if setting == "no sizes":
         sizes = dict.fromkeys(("deviceBytes", "maxKV"))
