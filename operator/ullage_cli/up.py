@@ -11,13 +11,14 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -208,7 +209,7 @@ async def _serve(
     Raises:
         LocalFailure: a pod failed for good. All processes have exited before the error is raised.
     """
-    console = Console(highlight=False)
+    console = open_console(sys.stdout)
     stop = asyncio.Event()
     names = [pod.name for pod in plan.pods if is_among(plan.pods, pod, plan.sizes)]
     view = StartView(names, console)
@@ -309,6 +310,33 @@ async def _first_of(
     stopped.cancel()
     for future in done - {stopped}:
         future.result()
+
+
+class _LossyOutput:
+    """A text stream that drops text while it cannot be written.
+
+    A service outlives its terminal, the reader of its pipe, and free space for its output.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def open_console(stream: IO[str]) -> Console:
+    """Return a console on a stream that may become unwritable at any time."""
+    return Console(file=cast(IO[str], _LossyOutput(stream)), highlight=False)
 
 
 class StartView:

@@ -5,14 +5,15 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 
 from ullage_cli.local.pods import Pod
+from ullage_cli.processes.pod_log import PodLog
 from ullage_cli.processes.readiness import wait_ready
 from ullage_operator.api.errors import LocalFailure
 
@@ -30,8 +31,6 @@ answers in between, and other pods may be well.
 READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 20
 """Maximum length of an output line in bytes. A longer line is logged as several lines."""
-TAIL_LINES = 5
-"""Number of log lines to show in the error if a pod printed no error message itself."""
 
 MISUSE = 2
 """Exit status of a process whose configuration can never work. It is not restarted."""
@@ -57,11 +56,11 @@ class PodProcess:
 
     def __init__(self, pod: Pod, log_path: Path, on_progress: Callable[[str], None]) -> None:
         self.pod = pod
-        self.log_path = log_path
         self.restarts = 0
         self.ready_since: float | None = None
         """Monotonic time at which the current process first became ready (None before that)."""
         self._on_progress = on_progress
+        self._log = PodLog(log_path, on_progress)
         self._process: asyncio.subprocess.Process | None = None
         self._last_error = ""
         self._stopping = asyncio.Event()
@@ -78,6 +77,12 @@ class PodProcess:
             PodFailed: the process exited too many times in a row without becoming ready, or with a
                 status that a restart cannot fix.
         """
+        try:
+            await self._keep_running()
+        finally:
+            self._log.close()
+
+    async def _keep_running(self) -> None:
         failed_starts = 0
         pause = FIRST_BACKOFF_S
         while not self._stopping.is_set():
@@ -85,24 +90,38 @@ class PodProcess:
             if self._stopping.is_set():
                 return
             if status == MISUSE:
-                raise PodFailed(self._last_error or f"exit status 2\n{tail(self.log_path)}")
+                raise PodFailed(self._last_error or f"exit status 2\n{self._log.tail}")
 
             failed_starts = 0 if self._was_ready() else failed_starts + 1
             if failed_starts == MAX_FAILED_STARTS:
-                count = f"exited {failed_starts} times in a row, last with status {status}"
-                words = f": {self._last_error}" if self._last_error else f"\n{tail(self.log_path)}"
-                raise PodFailed(count + words)
+                raise PodFailed(self._explanation(status))
 
             if self._was_steady():
                 pause = FIRST_BACKOFF_S
             reason = f" ({self._last_error})" if self._last_error else ""
-            self._on_progress(f"exited with status {status}{reason}; restarting in {pause:.1f} s")
+            ended = "could not be started" if status is None else f"exited with status {status}"
+            self._on_progress(f"{ended}{reason}; restarting in {pause:.1f} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
                 return
 
             pause = min(2 * pause, MAX_BACKOFF_S)
             self.restarts += 1
+
+    def _explanation(self, status: int | None) -> str:
+        """Return why the pod is given up, after MAX_FAILED_STARTS runs without readiness.
+
+        Args:
+            status: the last exit status, or None if the process could not be started.
+        """
+        if status is None:
+            return (
+                f"its process could not be started: {self._last_error}; check the limits of "
+                "memory, processes and open files (ulimit -a)"
+            )
+        count = f"exited {MAX_FAILED_STARTS} times in a row, last with status {status}"
+        words = f": {self._last_error}" if self._last_error else f"\n{self._log.tail}"
+        return count + words
 
     async def stop(self) -> None:
         """Send SIGTERM to the process, and SIGKILL to its group after the pod's grace period."""
@@ -126,11 +145,33 @@ class PodProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _run_once(self) -> int:
-        """Run the process until it exits, and return its exit status."""
+    async def _run_once(self) -> int | None:
+        """Run the process until it exits, and return its exit status.
+
+        The result is None if the process could not be started.
+        """
         self._last_error = ""
         self.ready_since = None
-        self._process = await asyncio.create_subprocess_exec(
+        try:
+            self._process = process = await self._start()
+        except (OSError, subprocess.SubprocessError) as error:
+            # The machine may lack memory, processes or open files for a while.
+            self._last_error = str(error)
+            return None
+        if self._stopping.is_set():
+            process.terminate()  # `stop` ran during the start, before there was a process
+
+        assert process.stdout is not None
+        probing = asyncio.create_task(self._probe())
+        try:
+            await self._follow(process.stdout)
+            return await process.wait()
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
             *self.pod.command,
             env={**os.environ, **self.pod.env},
             stdin=asyncio.subprocess.DEVNULL,
@@ -140,18 +181,6 @@ class PodProcess:
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        if self._stopping.is_set():
-            self._process.terminate()  # `stop` ran during the start, before there was a process
-
-        assert self._process.stdout is not None
-        probing = asyncio.create_task(self._probe())
-        try:
-            with self.log_path.open("a", encoding="utf-8") as log:
-                await self._follow(self._process.stdout, log)
-            return await self._process.wait()
-        finally:
-            probing.cancel()
-            await asyncio.gather(probing, return_exceptions=True)
 
     async def _probe(self) -> None:
         await wait_ready(self.pod)
@@ -170,10 +199,10 @@ class PodProcess:
         ready_since = self.ready_since
         return ready_since is not None and time.monotonic() - ready_since > STEADY_S
 
-    async def _follow(self, output: asyncio.StreamReader, log: TextIO) -> None:
+    async def _follow(self, output: asyncio.StreamReader) -> None:
         """Append the process's output to the log, and track its last error and its progress."""
         async for line in lines_of(output):
-            print(line, file=log, flush=True)
+            self._log.write(line)
             if "error: " in line and not line.startswith("{"):
                 self._last_error = line.partition("error: ")[2]
             elif progress := progress_of(line):
@@ -205,12 +234,6 @@ async def lines_of(output: asyncio.StreamReader) -> AsyncIterator[str]:
 
     if pending:
         yield pending.decode(errors="replace").rstrip()
-
-
-def tail(path: Path) -> str:
-    """Return the last TAIL_LINES lines of a log file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return "\n".join(lines[-TAIL_LINES:])
 
 
 class LogLine(msgspec.Struct):

@@ -5,6 +5,7 @@ Pools are scaled with the same load reports and the same decision logic as in a 
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 
 END_TIMEOUT_S = 20.0
 """Seconds to wait for all processes to exit once they have been told to stop."""
+
+log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, str], None]
 """Function that is called with a pod's name and its progress."""
@@ -127,9 +130,21 @@ class LocalRuntime:
         try:
             await process.run()
         except PodFailed as error:
-            assert self._failed is not None, "pods run inside `running`"
-            if not self._failed.done():
-                self._failed.set_exception(PodFailed(f"{process.pod.part}: {error}"))
+            self._fail(process.pod, str(error))
+        except Exception as error:
+            # Nothing would read the pod's output or restart it any more.
+            log.exception("supervising %s failed", process.pod.name)
+            self._fail(
+                process.pod,
+                f"{type(error).__name__} while {process.pod.name} was supervised: {error}; this is "
+                "a bug of Ullage, so please report it with the lines above",
+            )
+
+    def _fail(self, pod: Pod, reason: str) -> None:
+        """Report that a pod will not run again. Only the first report counts."""
+        assert self._failed is not None, "pods run inside `running`"
+        if not self._failed.done():
+            self._failed.set_exception(PodFailed(f"{pod.part}: {reason}"))
 
     def _process(self, pod: Pod) -> PodProcess:
         name = pod.name

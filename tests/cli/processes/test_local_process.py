@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ from ullage_testing.ports import free_port
 from ullage_cli.local.pods import Pod
 from ullage_cli.processes.pod_process import PodFailed, PodProcess, progress_of
 from ullage_cli.processes.runtime import LocalRuntime
+from ullage_cli.up import StartView, open_console
 
 DEADLINE_S = 60.0
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -211,6 +213,114 @@ def test_a_pod_that_was_ready_is_started_again_and_again(
         await task
 
     run(scenario)
+
+
+def test_a_pod_whose_log_cannot_be_written_runs_on_and_its_log_goes_on_with_free_space(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "pod.log"
+    log.symlink_to("/dev/full")
+    printed = tmp_path / "printed"
+    code = f"""
+import pathlib, signal, sys
+for number in range(20_000):
+    print("more than the pipe holds", number, flush=True)
+pathlib.Path({str(printed)!r}).touch()
+signal.sigwait({{signal.SIGUSR1}})
+print("up", flush=True)
+signal.pause()
+"""
+    blocked = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})\n{code}"
+
+    async def scenario() -> None:
+        said: list[str] = []
+        running = process(blocked, tmp_path, said.append)
+        task = asyncio.create_task(running.run())
+        await until(printed.exists)
+        log.unlink()
+        os.kill(running.pid, signal.SIGUSR1)
+        await until(lambda: is_up(tmp_path))
+        await running.stop()
+        await task
+        assert len(said) == 1
+        assert said[0].startswith(f"its log {log} cannot be written: No space left on device;")
+
+    run(scenario)
+
+
+def test_a_pod_without_a_folder_for_its_log_is_given_up_with_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
+
+    async def scenario() -> None:
+        failing = pod("raise RuntimeError('boom')")
+        runtime = LocalRuntime([failing], tmp_path / "gone", lambda name, text: None)
+        with pytest.raises(PodFailed, match=r"(?s)pools\.single: exited 5 times.*boom"):
+            async with runtime.running() as failed:
+                await asyncio.wait_for(asyncio.shield(failed), DEADLINE_S)
+
+    run(scenario)
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
+    program = tmp_path / "python"
+    missing = dataclasses.replace(pod(""), command=(str(program), "-c", FOREVER))
+
+    async def scenario() -> None:
+        with pytest.raises(PodFailed, match=r"could not be started: .*No such file.*; check the"):
+            await PodProcess(missing, tmp_path / "pod.log", print).run()
+
+        def on_progress(text: str) -> None:
+            said.append(text)
+            if len(said) == 2:
+                program.symlink_to(sys.executable)
+
+        said: list[str] = []
+        running = PodProcess(missing, tmp_path / "pod.log", on_progress)
+        task = asyncio.create_task(running.run())
+        await until(lambda: is_up(tmp_path))
+        assert running.restarts == 2
+        assert [text.startswith("could not be started (") for text in said] == [True, True]
+        await running.stop()
+        await task
+
+    run(scenario)
+
+
+def test_an_error_of_the_supervision_ends_the_service(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def on_progress(name: str, text: str) -> None:
+        raise ValueError(f"no such {text}")
+
+    async def scenario() -> None:
+        loading = pod("""print('{"stage": "weights"}', flush=True)\n""" + FOREVER)
+        runtime = LocalRuntime([loading], tmp_path, on_progress)
+        reason = r"^pools\.single: ValueError while demo-single-0 .*: no such weights; .*report"
+        with pytest.raises(PodFailed, match=reason):
+            async with runtime.running() as failed:
+                await asyncio.wait_for(asyncio.shield(failed), DEADLINE_S)
+
+    run(scenario)
+    assert "supervising demo-single-0 failed" in caplog.text
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_progress_survives_a_terminal_that_is_gone(is_live: bool) -> None:
+    reader, writer = os.openpty()
+    terminal = os.fdopen(writer, "w")
+    view = StartView(["demo-single-0"], open_console(terminal))
+    with view if is_live else contextlib.nullcontext():
+        view.update("demo-single-0", "weights 1%")
+        os.close(reader)
+        for percent in range(2, 5):
+            view.update("demo-single-0", f"weights {percent}%")
+    with contextlib.suppress(OSError):
+        terminal.close()
 
 
 def test_an_overlong_line_is_logged_and_ends_nothing(tmp_path: Path) -> None:
