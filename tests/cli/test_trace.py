@@ -108,6 +108,21 @@ def test_a_router_decides_again_after_the_queue_also_within_a_millisecond(
     assert events == ["arrived", "decided", "queued", "decided", "refused"]
 
 
+def test_the_lines_of_a_rotated_log_are_read(
+    logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "mine", "--logs", str(logs), "-o", "json"]) == 0
+    whole = told(capsys)
+
+    path = logs / "chat-router-0.log"
+    lines = path.read_text().splitlines(keepends=True)
+    assert any("timeline" in each for each in lines[:4])
+    (logs / "chat-router-0.log.1").write_text("".join(lines[:4]))
+    path.write_text("".join(lines[4:]))
+    assert main(["trace", "mine", "--logs", str(logs), "-o", "json"]) == 0
+    assert told(capsys) == whole
+
+
 def test_people_read_when_and_where(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "mine", "--logs", str(logs)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()

@@ -1,16 +1,23 @@
-"""A pod's log file, which is written only while its disk allows it."""
+"""A pod's log file: bounded in size, and written only while its disk allows it."""
 
 from collections import deque
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
+MAX_BYTES = 64 << 20
+"""Size at which a log file is rotated."""
 TAIL_LINES = 5
 """Number of log lines to show in the error if a pod printed no error message itself."""
 
 
+def rotated(path: Path) -> Path:
+    """Return the path of the older log, which the last rotation of a log has made."""
+    return path.with_name(f"{path.name}.1")
+
+
 class PodLog:
-    """Appends the lines of a pod to its log file.
+    """Appends the lines of a pod to its log file, and keeps one older file.
 
     Lines are dropped while the file cannot be written, because a pod must not stop for its log.
 
@@ -60,6 +67,12 @@ class PodLog:
             self._file = FileIO(self._path, "a")
         if self._is_dropping:
             data = b"\n" + data  # the line before may be incomplete
+
+        size = self._file.tell()
+        if size and size + len(data) > MAX_BYTES:
+            self.close()
+            self._path.replace(rotated(self._path))
+            self._file = FileIO(self._path, "a")
 
         while data:
             data = data[self._file.write(data) or 0 :]

@@ -1,6 +1,8 @@
 """Reads pod logs, either from files in a folder or from a cluster with kubectl."""
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ullage_cli.processes.pod_log import rotated
 from ullage_operator.api.errors import LocalFailure
 
 PART_OF = "app.kubernetes.io/part-of=ullage"
@@ -29,7 +32,7 @@ class Log(NamedTuple):
 
 
 def logs_of_files(folder: Path) -> list[Log]:
-    """Return the logs in a folder, one for each pod.
+    """Return the logs in a folder, one for each pod, with the lines of rotated files.
 
     Raises:
         LocalFailure: the folder does not exist, or has no logs.
@@ -42,7 +45,14 @@ def logs_of_files(folder: Path) -> list[Log]:
 
 
 def _lines_of(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
+    """Yield the lines of a log, after those of the older file of its last rotation."""
+    with contextlib.ExitStack() as stack:
+        # The newer file is opened first, so that a rotation in between loses no line.
+        file = stack.enter_context(path.open(encoding="utf-8", errors="replace"))
+        if rotated(path).exists():
+            older = stack.enter_context(rotated(path).open(encoding="utf-8", errors="replace"))
+            if not os.path.sameopenfile(older.fileno(), file.fileno()):
+                yield from older
         yield from file
 
 

@@ -323,6 +323,28 @@ def test_progress_survives_a_terminal_that_is_gone(is_live: bool) -> None:
         terminal.close()
 
 
+def test_a_large_log_is_rotated_and_one_older_file_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_cli.processes.pod_log.MAX_BYTES", 1000)
+    code = f"for number in range(200): print(f'line {{number:03}} ' + 'x' * 90)\n{FOREVER}"
+
+    async def scenario() -> None:
+        running = process(code, tmp_path)
+        task = asyncio.create_task(running.run())
+        await until(lambda: is_up(tmp_path))
+        await running.stop()
+        await task
+
+    run(scenario)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pod.log", "pod.log.1"]
+    older = (tmp_path / "pod.log.1").read_text(encoding="utf-8")
+    newer = (tmp_path / "pod.log").read_text(encoding="utf-8")
+    assert (len(older), len(newer)) == (1000, 3)
+    numbers = [int(line[5:8]) for line in older.splitlines()]
+    assert numbers == list(range(190, 200))
+
+
 def test_an_overlong_line_is_logged_and_ends_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         running = process(f"print('x' * (5 << 20)); {FOREVER}", tmp_path)
