@@ -21,6 +21,9 @@ END_TIMEOUT_S = 20.0
 
 log = logging.getLogger(__name__)
 
+SCALING_RETRY_S = 5.0
+"""Seconds after an unexpected error until scaling goes on."""
+
 OnProgress = Callable[[str, str], None]
 """Function that is called with a pod's name and its progress."""
 
@@ -190,13 +193,19 @@ async def keep_scaled(
             # Clear the event before the decisions are read, so that none is missed while pods
             # start.
             changed.clear()
-            for pool, decision in scaler.follow("", followed, sizes).pools.items():
-                count = decision.replicas
-                if count == present[pool]:
-                    continue
-                on_scaled(pool, f"{count} engines ({decision.reason}: {decision.message})")
-                present[pool] = count
-                await runtime.scale(pool, count)
-            await changed.wait()
+            try:
+                for pool, decision in scaler.follow("", followed, sizes).pools.items():
+                    count = decision.replicas
+                    if count == present[pool]:
+                        continue
+                    on_scaled(pool, f"{count} engines ({decision.reason}: {decision.message})")
+                    await runtime.scale(pool, count)
+                    present[pool] = count
+            except Exception:
+                # Without scaling, a sleeping pool would never wake.
+                log.exception("scaling failed; trying again in %g s", SCALING_RETRY_S)
+                await asyncio.sleep(SCALING_RETRY_S)
+            else:
+                await changed.wait()
     finally:
         await scaler.close()

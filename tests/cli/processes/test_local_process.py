@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import dataclasses
+import http.server
+import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,8 +21,10 @@ from ullage_testing.ports import free_port
 
 from ullage_cli.local.pods import Pod
 from ullage_cli.processes.pod_process import PodFailed, PodProcess, progress_of
-from ullage_cli.processes.runtime import LocalRuntime
+from ullage_cli.processes.runtime import LocalRuntime, keep_scaled
 from ullage_cli.up import StartView, open_console
+from ullage_common.wire.load_report import PoolReport
+from ullage_operator.api.sections import AutoscalingSpec, ScalingPace, Targets
 
 DEADLINE_S = 60.0
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -34,6 +39,18 @@ class Ready(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
 """
 """A pod that is ready until it is killed."""
+SLEEPING = AutoscalingSpec(
+    enabled=True,
+    provider="ullage",
+    min_replicas=0,
+    max_replicas=1,
+    warm_spares=0,
+    targets=Targets(kv_utilization_percent=70, queue_wait=2.0, ttft=True),
+    scale_up=ScalingPace(window=0, pods=4, percent=100, period=15),
+    scale_down=ScalingPace(window=300, pods=1, percent=50, period=60),
+    idle_after=600,
+)
+"""Scaling of a pool that sleeps until a request wants it."""
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\n" + (
     "while True: signal.pause()"
 )
@@ -343,6 +360,49 @@ def test_a_large_log_is_rotated_and_one_older_file_kept(
     assert (len(older), len(newer)) == (1000, 3)
     numbers = [int(line[5:8]) for line in older.splitlines()]
     assert numbers == list(range(190, 200))
+
+
+def test_scaling_goes_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ullage_cli.processes.runtime.SCALING_RETRY_S", 0.01)
+    idle = dict.fromkeys(PoolReport.__struct_fields__, 0)
+    body = json.dumps([{"single": idle | {"wanted": 1}}]).encode()
+
+    class Router(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    said: list[str] = []
+
+    def on_scaled(pool: str, text: str) -> None:
+        said.append(text)
+        if len(said) == 1:
+            raise ValueError("a bug")
+
+    async def scenario(port: int) -> None:
+        runtime = LocalRuntime([pod(FOREVER)], tmp_path, lambda name, text: None, {"single": 0})
+        async with runtime.running():
+            scaling = asyncio.create_task(
+                keep_scaled(runtime, {"single": SLEEPING}, {"single": 0}, port, on_scaled)
+            )
+            await until(lambda: runtime.processes or scaling.done())
+            assert not scaling.done()
+            scaling.cancel()
+            await asyncio.gather(scaling, return_exceptions=True)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Router) as router:
+        threading.Thread(target=router.serve_forever, daemon=True).start()
+        asyncio.run(scenario(router.server_port))
+        router.shutdown()
+    assert [text.partition(" (")[0] for text in said] == ["1 engines"] * 2
+    assert "scaling failed" in caplog.text
 
 
 def test_an_overlong_line_is_logged_and_ends_nothing(tmp_path: Path) -> None:
