@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import select
 import shutil
 import signal
 import sys
@@ -255,12 +256,23 @@ def _call_at_eof(on_end: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        while os.read(0, READ_BYTES):
-            pass
+        wait_for_eof(0)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the service has ended
             loop.call_soon_threadsafe(on_end)
 
     threading.Thread(target=read, name="stdin", daemon=True).start()
+
+
+def wait_for_eof(descriptor: int) -> None:
+    """Read a file to its end, or until it cannot be read, for example without its terminal."""
+    with contextlib.suppress(OSError):
+        while True:
+            try:
+                if not os.read(descriptor, READ_BYTES):
+                    return
+            except BlockingIOError:
+                # A program that shares the file has made it non-blocking.
+                select.select([descriptor], [], [])
 
 
 @contextlib.asynccontextmanager

@@ -22,7 +22,7 @@ from ullage_testing.ports import free_port
 from ullage_cli.local.pods import Pod
 from ullage_cli.processes.pod_process import PodFailed, PodProcess, progress_of
 from ullage_cli.processes.runtime import LocalRuntime, keep_scaled
-from ullage_cli.up import StartView, open_console
+from ullage_cli.up import StartView, open_console, wait_for_eof
 from ullage_common.wire.load_report import PoolReport
 from ullage_operator.api.sections import AutoscalingSpec, ScalingPace, Targets
 
@@ -360,6 +360,23 @@ def test_a_large_log_is_rotated_and_one_older_file_kept(
     assert (len(older), len(newer)) == (1000, 3)
     numbers = [int(line[5:8]) for line in older.splitlines()]
     assert numbers == list(range(190, 200))
+
+
+@pytest.mark.parametrize("has_terminal", [False, True])
+def test_the_end_of_input_is_seen_without_its_terminal_and_on_non_blocking_pipes(
+    has_terminal: bool,
+) -> None:
+    writer, reader = os.openpty() if has_terminal else os.pipe()[::-1]
+    os.set_blocking(reader, False)
+    waiting = threading.Thread(target=wait_for_eof, args=(reader,), daemon=True)
+    waiting.start()
+    os.write(writer, b"line\n")
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    os.close(writer)
+    waiting.join(DEADLINE_S)
+    assert not waiting.is_alive()
+    os.close(reader)
 
 
 def test_scaling_goes_on_after_an_error(
