@@ -71,7 +71,7 @@ class BackgroundService:
         self._manifest = manifest
         self._bases = bases
         self._secrets = secrets
-        self._output = _Output(on_progress or (lambda text: None))
+        self._output = _Output(on_progress or _ignore)
         self._stop: Callable[[], object] = lambda: None
 
     def start(self) -> None:
@@ -159,12 +159,14 @@ class _Output:
 
     def read(self, stream: IO[str]) -> None:
         """Read the output to its end."""
-        with stream:
-            for line in stream:
-                self._add(line.rstrip())
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
+        try:
+            with stream:
+                for line in stream:
+                    self._add(line.rstrip())
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
 
     def wait_ready(self) -> None:
         """Wait until the service is ready or has ended."""
@@ -185,12 +187,24 @@ class _Output:
         if progress and self._is_ready:
             log.warning("%s", progress["text"])
         elif progress:
-            self._on_progress(progress["text"])
+            self._report(progress["text"])
 
         with self._changed:
             self._lines.append(line)
             self._is_ready = self._is_ready or line.startswith(_READY)
             self._changed.notify_all()
+
+    def _report(self, text: str) -> None:
+        try:
+            self._on_progress(text)
+        except Exception as error:
+            # The program's output may be gone. The service must start nevertheless.
+            log.warning("the progress of the start is not shown any more: %r", error)
+            self._on_progress = _ignore
+
+
+def _ignore(text: str) -> None:
+    pass
 
 
 def _stop(process: "subprocess.Popen[str]", reading: threading.Thread, owner: int) -> None:

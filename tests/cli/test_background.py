@@ -1,5 +1,6 @@
 """A service in the background of a program, as far as no model needs to be loaded."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,30 @@ def test_secrets_reach_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(LocalFailure) as raised:
         BackgroundService({}).start()
     assert "--secrets" not in str(raised.value)
+
+
+def test_a_program_whose_output_is_gone_still_gets_its_service_or_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "python"
+    lines = "\n".join(f'echo "  0.{number} s  a: weights {number}%"' for number in range(9))
+    path.write_text(f'#!/bin/sh\n{lines}\necho "error: the end"\nexit 2\n')
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    lost: list[str] = []
+
+    def show(text: str) -> None:
+        lost.append(text)
+        os.write(writer, text.encode())
+
+    with pytest.raises(LocalFailure, match="the end"):
+        BackgroundService({}, on_progress=show).start()
+    os.close(writer)
+    assert lost == ["a: weights 0%"]
+    assert caplog.text.count("BrokenPipeError") == 1
 
 
 def fake_python(folder: Path) -> Path:
