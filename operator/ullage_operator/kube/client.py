@@ -421,7 +421,10 @@ class Cluster:
     async def _send(
         self, request: "_Request", limits: aiohttp.ClientTimeout, arguments: Mapping[str, Any]
     ) -> aiohttp.ClientResponse:
-        """Send a request. If the credentials are refused, retry once with fresh credentials."""
+        """Send a request.
+
+        If the credentials are refused or the TLS handshake fails, retry once with fresh ones.
+        """
         api = await self._connection.api()
         used = api.configuration
         try:
@@ -429,6 +432,8 @@ class Cluster:
         except ApiException as error:
             if error.status != 401:
                 raise
+        except aiohttp.ClientSSLError:
+            pass  # the certificate of the API server or its authority may be a new one
         await self._connection.renew(used)
         return await request.send(await self._connection.api(), limits, arguments)
 

@@ -2,10 +2,13 @@
 
 Inside a pod, the credentials are those of the service account, whose token file is reloaded every
 minute. Elsewhere, the credentials come from the kubeconfig, including its exec plugins and OIDC
-logins. Credentials that the API server rejects are reloaded.
+logins. Credentials that the API server rejects are reloaded, and so are certificates if a TLS
+handshake fails, for example after a new authority has issued the API server's certificate.
 """
 
 import asyncio
+import functools
+import hashlib
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,7 +24,10 @@ from ullage_operator.api.naming import FIELD_MANAGER
 
 _KUBECONFIG = "~/.kube/config"
 _REFUSED_S = 5.0
-"""Delay in seconds before a rejected login is reported to kopf, which would retry immediately."""
+"""Delay in seconds before a rejected login is reported to kopf, which would retry immediately.
+
+The same holds for a certificate of the API server that no file of the configuration verifies.
+"""
 _UNREADABLE = (config.ConfigException, yaml.YAMLError, OSError, KeyError, TypeError, ValueError)
 
 
@@ -65,6 +71,11 @@ class ApiConnection:
     def __init__(self, load: Callable[[], Awaitable[Configuration]] = load_configuration) -> None:
         self._load = load
         self._api: ApiClient | None = None
+        self.tls: tuple[object, ...] = ()
+        """TLS settings of the current client, with the certificates that it has loaded.
+
+        Sessions that were opened with other settings must be opened again.
+        """
         self._is_closed = False
         self._renewing = asyncio.Lock()
 
@@ -85,11 +96,13 @@ class ApiConnection:
                 return
 
             configuration = await self._load()
-            if self._api is not None and _tls(configuration) == _tls(self._api.configuration):
+            tls = _tls(configuration)
+            if self._api is not None and tls == self.tls:
                 self._api.configuration = configuration  # open requests go on
                 return
 
             previous = self._api
+            self.tls = tls
             self._api = ApiClient(configuration)
             self._api.user_agent = FIELD_MANAGER
             if previous is not None:
@@ -110,17 +123,35 @@ class ApiConnection:
             headers={"User-Agent": FIELD_MANAGER},
             proxy=api.configuration.proxy,
             trust_env=True,
-            middlewares=(self._log_in, *middlewares),
+            middlewares=(functools.partial(self._log_in, self.tls), *middlewares),
         )
         return kopf.AiohttpSession(server=api.configuration.host, aiohttp_session=session)
 
     async def _log_in(
-        self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+        self,
+        tls: tuple[object, ...],
+        request: aiohttp.ClientRequest,
+        send: aiohttp.ClientHandlerType,
     ) -> aiohttp.ClientResponse:
+        """Send a request of a session, and reload credentials that are refused.
+
+        Args:
+            tls: the TLS settings with which the session was opened.
+            request: the request.
+            send: sends the request.
+        """
         used = (await self.api()).configuration
         request.server_hostname = used.tls_server_name
         request.headers.update(await self.headers())
-        response = await send(request)
+        try:
+            response = await send(request)
+        except aiohttp.ClientSSLError:
+            if tls == self.tls:
+                await self.renew(used)
+            if tls == self.tls:
+                await asyncio.sleep(_REFUSED_S)
+            raise
+
         if response.status != 401:
             return response
         await response.release()
@@ -138,10 +169,23 @@ class ApiConnection:
 
 
 def _tls(configuration: Configuration) -> tuple[object, ...]:
-    """Return the address, TLS and proxy settings, which cannot change while a session is open."""
+    """Return the address, TLS and proxy settings, which cannot change while a session is open.
+
+    A certificate may also be replaced within its file.
+    """
+    names = ("host", "verify_ssl", "tls_server_name", "proxy")
     files = ("ssl_ca_cert", "cert_file", "key_file")
-    names = ("host", *files, "verify_ssl", "tls_server_name", "proxy")
-    return tuple(getattr(configuration, name) for name in names)
+    paths = [getattr(configuration, name) for name in files]
+    settings = [getattr(configuration, name) for name in names]
+    return (*settings, *paths, *(_digest(path) for path in paths if path))
+
+
+def _digest(path: str) -> bytes:
+    """Return the hash of a file (empty if it cannot be read)."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).digest()
+    except OSError:
+        return b""
 
 
 FAILURES = (TimeoutError, aiohttp.ClientError, OSError)

@@ -187,6 +187,8 @@ class Informer:
         self._watches = 0
         """Number of watches that kopf has opened since it was started."""
         self._sweep_due = asyncio.Event()
+        self._tls: tuple[object, ...] | None = None
+        """TLS settings of kopf's session (None before it logs in)."""
 
     @property
     def silent_s(self) -> float:
@@ -218,6 +220,7 @@ class Informer:
         """Run kopf, and raise its error when it stops."""
         self._has_listed = False
         self._watches = 0
+        self._tls = None
         self._mark_active()
         self._swept_s = self._last_active_s or 0.0
         kind, namespace = self._scope
@@ -254,7 +257,9 @@ class Informer:
         return registry
 
     async def _log_in(self, **_: Any) -> kopf.AiohttpSession:
-        return await self._connection.kopf_session(self._observe)
+        session = await self._connection.kopf_session(self._observe)
+        self._tls = self._connection.tls
+        return session
 
     async def _on_event(self, event: kopf.RawEvent, **_: Any) -> None:
         obj = cast(dict[str, Any], event["object"])
@@ -291,14 +296,16 @@ class Informer:
         self._has_listed = False
 
     def _check_alive(self) -> None:
-        """Check that kopf is still watching.
+        """Check that kopf is still watching, with certificates that are valid.
 
         Raises:
-            ClusterUnavailable: kopf is no longer watching.
+            ClusterUnavailable: kopf must be started again.
         """
         now_s = asyncio.get_running_loop().time()
         if self.silent_s > self._times.stale_s:
             raise ClusterUnavailable(f"no data for {self.silent_s:.0f} s", 0.0)
+        if self._tls not in (None, self._connection.tls):
+            raise ClusterUnavailable("the certificates of the API server have changed", 0.0)
         behind_s = self._times.behind_s
         if self._cache.is_behind(self._scope) and now_s > self._swept_s + behind_s:
             message = f"no events for existing objects for {behind_s:.0f} s"

@@ -80,6 +80,20 @@ class ApiServer:
         """Forgets all events so far: a watch or a page from before is answered with 410."""
         self.objects.compact()
 
+    def replace_certificate(self, folder: Path) -> None:
+        """Serves another tls.crt and tls.key from now on, and closes all connections."""
+
+        def replace() -> None:
+            assert self._context is not None
+            self._context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+            assert self._runner.server is not None
+            for connection in self._runner.server.connections:
+                connection.force_close()
+                if connection.transport is not None:
+                    connection.transport.close()
+
+        self._loop.call_soon_threadsafe(replace)
+
     def drop_watches(self) -> None:
         """Ends all open watches, as a restart of the server or a proxy between would."""
         self._loop.call_soon_threadsafe(self.objects.close)
@@ -111,9 +125,10 @@ class ApiServer:
     async def serve(self, started: Callable[[], None], stop: asyncio.Event) -> None:
         app = web.Application(client_max_size=8 * 2**20)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        self._runner = runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=self._ssl())
+        self._context = self._ssl()
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=self._context)
         await site.start()
         host, port = runner.addresses[0][:2]
         self.url = f"http{'s' if self._tls else ''}://{host}:{port}"

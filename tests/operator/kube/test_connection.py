@@ -115,6 +115,28 @@ def test_a_token_that_is_refused_is_read_anew_and_the_request_sent_again(service
     assert [status for _, _, status in api.requests].count(401) == 2
 
 
+def test_a_new_authority_of_the_server_is_trusted_once_its_file_is_replaced(
+    tmp_path, service_account, make_authority
+):
+    api, _ = service_account
+    renewed = make_authority().issue(tmp_path / "renewed", "127.0.0.1")
+
+    async def scenario():
+        async with clients() as (cluster, kopf):
+            await ask_both(cluster, kopf)
+            api.replace_certificate(renewed)
+            with pytest.raises(ClusterUnavailable, match="certificate"):
+                while True:
+                    await cluster.get(CONFIG_MAP, "default", "c")
+
+            (tmp_path / "tls" / "ca.crt").write_bytes((renewed / "ca.crt").read_bytes())
+            await cluster.get(CONFIG_MAP, "default", "c")
+            async with clients() as (_, session):
+                await ask_both(cluster, session)
+
+    asyncio.run(scenario())
+
+
 PLUGIN = """
 import json, pathlib, sys
 count = pathlib.Path(sys.argv[1])

@@ -7,10 +7,12 @@ import signal
 
 import httpx
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRDS, read_crd
 
+from ullage_operator.api.errors import ClusterUnavailable
 from ullage_operator.api.naming import SERVICE, kind_of
 from ullage_operator.kube.cache import Cache, Scope, ServiceKey
 from ullage_operator.kube.client import Cluster
@@ -102,6 +104,35 @@ def test_what_is_there_and_what_happens_is_told(api):
             assert set(seen.woken) == {KEY}
 
     run(scenario)
+
+
+def test_watches_go_on_after_the_servers_authority_is_replaced(
+    tmp_path, monkeypatch, make_authority
+):
+    tls = make_authority().issue(tmp_path / "tls", "127.0.0.1")
+    renewed = make_authority().issue(tmp_path / "renewed", "127.0.0.1")
+    with running(bookmark_interval=0.2, tls=tls) as api:
+        path = api.kubeconfig(tmp_path)
+        document = yaml.safe_load(path.read_text())
+        document["clusters"][0]["cluster"]["certificate-authority"] = str(tls / "ca.crt")
+        path.write_text(yaml.safe_dump(document))
+        monkeypatch.setenv("KUBECONFIG", str(path))
+
+        async def scenario():
+            async with watching() as seen:
+                await seen.cluster.apply(config_map("a"))
+                await seen.until(lambda: seen.names() == {"a"})
+
+                (tls / "ca.crt").write_bytes((renewed / "ca.crt").read_bytes())
+                api.replace_certificate(renewed)
+                async with asyncio.timeout(PATIENCE_S):
+                    while "b" not in seen.names():
+                        with contextlib.suppress(ClusterUnavailable):
+                            await seen.cluster.apply(config_map("b"))
+                        await asyncio.sleep(0.05)
+                await seen.until(lambda: seen.names() == {"a", "b"})
+
+        run(scenario)
 
 
 def test_objects_of_others_are_not(api):
