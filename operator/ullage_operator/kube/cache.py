@@ -85,11 +85,25 @@ class _Collection:
     """Versions of objects that the last sweep listed but that no event has delivered yet."""
     deleted: dict[Name, int] = field(default_factory=dict)
     """Resource versions at which objects have been deleted since the last sweep."""
+    unconfirmed: set[Name] = field(default_factory=set)
+    """Cached objects from before a restore of etcd. All events about them are newer."""
+
+    def version(self, name: Name) -> int:
+        """Return a cached object's version, which events must exceed to be newer."""
+        return 0 if name in self.unconfirmed else version_of(self.objects[name])
+
+    def has_newer_history(self, versions: Mapping[Name, int], revision: int) -> bool:
+        """Return whether the cache has seen versions that a consistent list no longer has."""
+        return revision < self.swept or any(
+            version < self.version(name) <= revision
+            for name, version in versions.items()
+            if name in self.objects
+        )
 
     def is_outdated(self, name: Name, version: int) -> bool:
         """Return whether the cache already has this version or a newer one, or saw it deleted."""
         if name in self.objects:
-            return version <= version_of(self.objects[name])
+            return version <= self.version(name)
         if version <= self.deleted.get(name, -1):
             return True
         return version <= self.swept and name not in self.expected
@@ -134,17 +148,19 @@ class Cache:
         """Remove an object that was deleted or is no longer watched."""
         collection = self._collections[scope]
         name = _name_of(obj)
-        previous = collection.objects.get(name)
-        if previous is not None and version_of(previous) <= version_of(obj):
+        if name in collection.objects and collection.version(name) <= version_of(obj):
             self._drop(scope, name)
         collection.deleted[name] = max(version_of(obj), collection.deleted.get(name, 0))
         collection.on_seen(name, version_of(obj))
         self._check_seen(scope)
 
-    def swept(self, scope: Scope, versions: Mapping[Name, int], revision: int) -> None:
+    def swept(self, scope: Scope, versions: Mapping[Name, int], revision: int) -> bool:
         """Record a sweep, and drop older objects that the sweep did not list.
 
         The scope counts as fully visible once events have delivered all listed objects.
+
+        The result is whether versions have gone back, because etcd was restored from a backup.
+        Earlier and later versions cannot be compared, so events must deliver all objects again.
 
         Args:
             scope: the swept scope.
@@ -152,22 +168,28 @@ class Cache:
             revision: the resourceVersion of the list.
         """
         collection = self._collections[scope]
+        is_restored = collection.has_newer_history(versions, revision)
+        if is_restored:
+            collection.deleted = {}
+            collection.unconfirmed = set(collection.objects)
+
         collection.swept = revision
         collection.deleted = {n: v for n, v in collection.deleted.items() if v > revision}
         collection.expected = {
             name: version
             for name, version in versions.items()
             if version > collection.deleted.get(name, -1)
-            and (name not in collection.objects or version > version_of(collection.objects[name]))
+            and (name not in collection.objects or version > collection.version(name))
         }
         gone = [
             name
-            for name, obj in collection.objects.items()
-            if name not in versions and version_of(obj) <= revision
+            for name in collection.objects
+            if name not in versions and collection.version(name) <= revision
         ]
         for name in gone:
             self._drop(scope, name)
         self._check_seen(scope)
+        return is_restored
 
     def absent(self, scope: Scope) -> bool:
         """Record that the API server does not serve the kind. Return whether this is new."""
@@ -296,11 +318,14 @@ class Cache:
             self._unindex(kind, previous)
         kept = slim(kind, obj)
         collection.objects[namespace, name] = kept
+        collection.unconfirmed.discard((namespace, name))
         self._by_service.setdefault(key_of(kind, kept), {})[kind, name] = kept
         return kept
 
     def _drop(self, scope: Scope, name: Name) -> None:
-        obj = self._collections[scope].objects.pop(name)
+        collection = self._collections[scope]
+        obj = collection.objects.pop(name)
+        collection.unconfirmed.discard(name)
         self._unindex(scope.kind, obj)
         self._notify_of(scope.kind, obj)
 

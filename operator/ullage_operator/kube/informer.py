@@ -29,6 +29,7 @@ from prometheus_client import CollectorRegistry
 from ullage_common.process.stacks import dump_loop_on_signal
 from ullage_operator.api.errors import (
     ClusterDenied,
+    ClusterForgets,
     ClusterUnavailable,
     KindAbsent,
     OperatorError,
@@ -334,9 +335,11 @@ class Informer:
 
             if not self._cache.is_behind(self._scope):
                 self._swept_s = asyncio.get_running_loop().time()
-            self._cache.swept(self._scope, versions, revision)
+            is_restored = self._cache.swept(self._scope, versions, revision)
             backoff.reset()
             self._failures = 0
+            if is_restored:
+                raise ClusterForgets("versions have gone back, so all objects are listed again")
 
     # Failures.
 

@@ -107,8 +107,24 @@ class Objects:
         self._history.clear()
         self.oldest = self.revision
 
+    def restore(self, revision: int) -> None:
+        """Counts from an earlier revision, as after a restore of etcd, and forgets the history.
+
+        Objects of later revisions get this one.
+        """
+        self.revision = revision
+        self.compact()
+        for _, obj in self.everything():
+            if int(obj["metadata"]["resourceVersion"]) > revision:
+                obj["metadata"]["resourceVersion"] = str(revision)
+
     def since(self, revision: int) -> list[Change]:
-        """The changes after `revision`; raises Expired where they are forgotten."""
+        """The changes after `revision`; raises Expired where they are forgotten.
+
+        A revision of the future is from before a restore.
+        """
+        if revision > self.revision:
+            raise ApiError(504, "Timeout", f"Too large resource version: {revision}")
         if revision < self.oldest:
             raise expired(revision, self.oldest)
         return [change for change in self._history if change.revision > revision]

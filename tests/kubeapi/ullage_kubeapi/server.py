@@ -80,6 +80,11 @@ class ApiServer:
         """Forgets all events so far: a watch or a page from before is answered with 410."""
         self.objects.compact()
 
+    def restore(self, revision: int) -> None:
+        """Goes back to a revision, as a restore of etcd does, and ends all watches."""
+        self._loop.call_soon_threadsafe(self.objects.restore, revision)
+        self.drop_watches()
+
     def replace_certificate(self, folder: Path) -> None:
         """Serves another tls.crt and tls.key from now on, and closes all connections."""
 

@@ -72,6 +72,33 @@ def test_events_are_kept_by_service():
     assert watched.woken[-1] == KEY
 
 
+@pytest.mark.parametrize("revision", [15, 40], ids=["lower", "caught up"])
+def test_versions_that_have_gone_back_make_all_events_newer(revision):
+    """etcd was restored from a backup: `a` and `b` are as they were, and `c` never existed."""
+    watched = Watched()
+    cache = watched.cache
+    scope = watched.scopes[CONFIG_MAP]
+    for name, version in (("a", 10), ("b", 20), ("c", 21)):
+        cache.changed(scope, made(name=name, version=version, data={"v": str(version)}))
+    assert not cache.swept(scope, {("n", "a"): 10, ("n", "b"): 20, ("n", "c"): 21}, 30)
+    watched.woken.clear()
+
+    listed = {("n", "a"): 10, ("n", "b"): 12}
+    assert cache.swept(scope, listed, revision)
+    assert watched.names() == {"a", "b"}
+    assert cache.is_behind(scope)
+
+    cache.changed(scope, made(name="a", version=10, data={"v": "10"}))
+    cache.changed(scope, made(name="b", version=12, data={"v": "12"}))
+    assert not cache.is_behind(scope)
+    assert {obj["data"]["v"] for obj in cache.owned(KEY)} == {"10", "12"}
+    assert watched.woken == [KEY, KEY]  # `c` is gone, and `b` is another
+
+    cache.changed(scope, made(name="b", version=11, data={"v": "11"}))
+    assert {obj["data"]["v"] for obj in cache.owned(KEY)} == {"10", "12"}
+    assert not cache.swept(scope, listed, revision + 1)
+
+
 def test_an_object_that_changes_its_service_wakes_both():
     watched = Watched()
     watched.cache.changed(watched.scopes[CONFIG_MAP], made(version=2))

@@ -47,6 +47,17 @@ def config_map(name, **data):
     }
 
 
+class SweptCache(Cache):
+    """A cache that records the revision of each sweep."""
+
+    revisions: list[int]
+
+    def swept(self, scope, versions, revision):
+        is_restored = super().swept(scope, versions, revision)
+        self.revisions.append(revision)
+        return is_restored
+
+
 class Watching:
     """A cache that is being kept."""
 
@@ -55,7 +66,8 @@ class Watching:
         connection = ApiConnection()
         self.stop = asyncio.Event()
         self.cluster = Cluster(connection=connection)
-        self.cache = Cache(scopes, self.woken.append)
+        self.cache = SweptCache(scopes, self.woken.append)
+        self.cache.revisions = []
         self.registry = CollectorRegistry()
         metrics = WatchMetrics(self.registry)
         self.informers = Informers(
@@ -133,6 +145,29 @@ def test_watches_go_on_after_the_servers_authority_is_replaced(
                 await seen.until(lambda: seen.names() == {"a", "b"})
 
         run(scenario)
+
+
+def test_edits_after_a_restore_of_etcd_are_seen(api):
+    async def scenario():
+        async with watching() as seen:
+            await seen.until(lambda: seen.cache.complete)
+            before = api.objects.revision
+            for number in range(20):
+                await seen.cluster.apply(config_map("a", number=str(number)))
+                await seen.cluster.apply(config_map("lost", number=str(number)))
+            await seen.until(lambda: seen.names() == {"a", "lost"})
+            seen.informers.sweep(*CONFIG_MAPS)
+            await seen.until(lambda: seen.cache.revisions[-1] > before)
+
+            await seen.cluster.delete(config_map("lost"))
+            api.restore(before)
+            await seen.until(lambda: api.objects.revision == before)
+            await seen.cluster.apply(config_map("a", number="after"))
+            await seen.until(
+                lambda: [obj["data"] for obj in seen.cache.owned(KEY)] == [{"number": "after"}]
+            )
+
+    run(scenario)
 
 
 def test_objects_of_others_are_not(api):
