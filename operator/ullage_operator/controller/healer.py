@@ -20,9 +20,9 @@ from ullage_operator.planning.observed import Observed
 from ullage_operator.policy.engine_health import stream_targets
 from ullage_operator.policy.lost_nodes import doubtful_nodes, is_lost
 from ullage_operator.policy.restarts import (
-    HOUR,
     Restart,
     RestartEvent,
+    recent_restarts,
     restart_history,
     restart_note,
 )
@@ -81,7 +81,7 @@ class Healer:
     def _recent(self, key: ServiceKey, observed: Observed) -> list[RestartEvent]:
         events = {(each.pod, each.at): each for each in restart_history(observed.status)}
         events |= {(each.pod, each.at): each for each in self._events.get(key, ())}
-        recent = [each for each in events.values() if each.at > observed.now - HOUR]
+        recent = recent_restarts(events.values(), observed.now)
         if key in self._events:
             self._events[key] = recent
         return sorted(recent, key=lambda each: each.at)

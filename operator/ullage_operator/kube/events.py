@@ -106,7 +106,8 @@ class EventRecorder:
 
     def _is_new(self, uid: str, note: EventNote, now: datetime) -> bool:
         previous = self._recorded_at.get((uid, note))
-        return previous is None or (now - previous).total_seconds() >= REPEAT_S
+        # A time in the future is from before the clock was set back.
+        return previous is None or not 0 <= (now - previous).total_seconds() < REPEAT_S
 
     def _remember(self, uid: str, note: EventNote, now: datetime) -> None:
         self._recorded_at[uid, note] = now

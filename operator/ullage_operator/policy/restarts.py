@@ -31,6 +31,10 @@ from ullage_operator.policy.lost_nodes import elapsed_s
 
 HOUR = timedelta(hours=1)
 """Window of the restart budget."""
+MAX_CLOCK_SKEW = timedelta(minutes=1)
+"""Difference between the clocks of operators, one of which may have recorded a restart."""
+MAX_DOUBLINGS = 64
+"""Number of doublings after which a backoff is at its maximum."""
 HUNG_GRACE_S = 30
 """Termination grace period, in seconds, of a pod that hangs or does not serve.
 
@@ -129,7 +133,7 @@ def decide_restarts(
         return RestartDecision(forced, (), _soonest(waits))
 
     pools = sorted({pod.pool for pod in pods})
-    recent = [each for each in history if each.at > now - HOUR]
+    recent = recent_restarts(history, now)
     decisions = [
         _decide_for_pool(
             policy,
@@ -258,7 +262,8 @@ def _wait(policy: HealingSpec, history: Sequence[datetime], now: datetime) -> tu
         budget_s = (sorted(history)[-policy.restarts_per_hour] + HOUR - now).total_seconds()
         return budget_s, "RestartBudgetSpent"
 
-    pause_s = min(policy.backoff.max, policy.backoff.first * 2.0 ** (len(history) - 1))
+    doublings = min(len(history) - 1, MAX_DOUBLINGS)
+    pause_s = min(policy.backoff.max, policy.backoff.first * 2.0**doublings)
     return max(0.0, pause_s - (now - max(history)).total_seconds()), "RestartBackoff"
 
 
@@ -340,6 +345,15 @@ def _at(text: str) -> datetime:
     return time
 
 
+def recent_restarts(history: Iterable[RestartEvent], now: datetime) -> list[RestartEvent]:
+    """Return the restarts of the last hour, which count for backoff and budget.
+
+    Restarts in the future do not count, because the clock was set back after them. They would delay
+    healing until the clock shows their time again.
+    """
+    return [each for each in history if now - HOUR < each.at <= now + MAX_CLOCK_SKEW]
+
+
 def restarts_status(
     history: Iterable[RestartEvent], restarts: Sequence[Restart], now: datetime
 ) -> list[dict[str, str]]:
@@ -348,10 +362,9 @@ def restarts_status(
     The status is written before a pod is deleted, so that no restart goes uncounted.
     """
     new = [RestartEvent(c.pod.pool, c.pod.name, c.reason, now) for c in restarts if not c.by_force]
-    kept = [each for each in history if each.at > now - HOUR]
     return [
         {"pool": each.pool, "pod": each.pod, "reason": each.reason, "time": timestamp(each.at)}
-        for each in [*kept, *new]
+        for each in [*recent_restarts(history, now), *new]
     ]
 
 

@@ -118,6 +118,13 @@ def test_what_repeats_within_minutes_makes_no_second_event(
     assert "series" not in later
 
 
+def test_what_repeats_after_the_clock_was_set_back_makes_one_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = (0, -7200, -7190)
+    assert len(recorded(monkeypatch, *((seconds, NOTE, SERVICE) for seconds in times))) == 2
+
+
 def test_another_decision_and_another_service_have_events_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

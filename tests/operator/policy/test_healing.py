@@ -18,6 +18,7 @@ from ullage_operator.policy.restarts import (
     RestartDecision,
     RestartEvent,
     decide_restarts,
+    restarts_status,
 )
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -108,6 +109,22 @@ def test_a_spent_budget_says_so_until_an_hour_has_passed() -> None:
     assert (deferred(found), found.recheck_s) == (["RestartBudgetSpent"], 600)
     assert "spec.healing.restartsPerHour" in found.deferred[0].message
     assert reasons(verdict(stuck(), history=done(3601, 2000, 1000))) == ["NotReady"]
+
+
+def test_thousands_of_restarts_an_hour_wait_for_the_longest_backoff() -> None:
+    policy = msgspec.structs.replace(POLICY, restarts_per_hour=5000)
+    waiting = decide_restarts(policy, [stuck()], done(*[100.0] * 2000), NOW, frozenset())
+    assert (deferred(waiting), waiting.recheck_s) == (["RestartBackoff"], 500)
+
+
+def test_restarts_from_before_the_clock_was_set_back_delay_nothing() -> None:
+    assert reasons(verdict(stuck(), history=done(-7200, -7300, -7400))) == ["NotReady"]
+    assert verdict(stuck(), history=done(-7200, 10)).recheck_s == 20
+    ahead = done(-5)  # recorded by an operator whose clock is ahead
+    assert deferred(verdict(stuck(), history=ahead)) == ["RestartBackoff"]
+    assert [each["time"] for each in restarts_status(done(-7200, 10), (), NOW)] == [
+        "2026-01-02T03:03:55Z"
+    ]
 
 
 def test_silence_is_the_engines_when_others_are_heard() -> None:
