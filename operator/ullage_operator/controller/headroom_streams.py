@@ -232,13 +232,20 @@ class HeadroomStreams(Generic[Key]):
             before = loop.time()
             await asyncio.sleep(tick_s)
             self._clock_s += min(loop.time() - before, 2 * tick_s)
-            for key, streams in list(self._streams.items()):
-                fallen = [s for s in streams.values() if self._has_fallen_silent(s)]
-                for stream in fallen:
-                    stream.is_silent = True
-                if fallen:
-                    self._on_news(key)
-                    self._report_if_due(key)
+            for key in list(self._streams):
+                try:
+                    self._check_silence(key)
+                except Exception:  # a bug must not stop the clock, which healing needs
+                    _logger.exception("checking the reports of %s failed", key)
+
+    def _check_silence(self, key: Key) -> None:
+        """Publish which engines of a service have fallen silent since the last check."""
+        fallen = [s for s in self._streams[key].values() if self._has_fallen_silent(s)]
+        for stream in fallen:
+            stream.is_silent = True
+        if fallen:
+            self._on_news(key)
+            self._report_if_due(key)
 
     def _has_fallen_silent(self, stream: _Stream) -> bool:
         return not stream.is_silent and self._clock_s - stream.reported_at > SILENT_S

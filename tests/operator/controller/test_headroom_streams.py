@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from ullage_testing.fake_engine import FakeEngine
 
 from ullage.headroom.v1.headroom_pb2 import AdapterState
@@ -31,6 +32,34 @@ def test_who_no_longer_leads_follows_nobody() -> None:
         await streams.close()
 
     asyncio.run(scenario())
+
+
+def test_an_error_does_not_stop_the_clock_that_notices_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ullage_operator.controller.headroom_streams.SILENT_S", 0.05)
+    looks: list[str] = []
+
+    def on_news(key: str) -> None:
+        looks.append(key)
+        if key == "a":
+            raise ValueError("a bug")
+
+    async def scenario() -> None:
+        streams = HeadroomStreams[str](on_news, StreamTimes(tick_s=0.02))
+        streams.follow("a", {"1": NOWHERE})
+        streams.follow("b", {"2": NOWHERE})
+        async with asyncio.timeout(30):
+            while "b" not in looks:  # noqa: ASYNC110 - the clock has no event
+                await asyncio.sleep(0.01)
+            silent_s = streams.engine_health("a")["1"].silent_s
+            while streams.engine_health("a")["1"].silent_s == silent_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await streams.close()
+
+    asyncio.run(scenario())
+    assert looks == ["a", "b"]
+    assert "checking the reports of a failed" in caplog.text
 
 
 def test_a_new_fingerprint_is_worth_a_look() -> None:
