@@ -1,5 +1,6 @@
 """The HTTP endpoint on which every process serves its metrics for Prometheus."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -15,9 +16,33 @@ from ullage_common.process.metrics import exposition
 _NOT_READY = "503 Service Unavailable"
 
 
-class _QuietHandler(WSGIRequestHandler):
+IDLE_TIMEOUT_S = 10.0
+"""Seconds without data after which a connection is closed, because its client may be gone."""
+_ACCEPT_RETRY_S = 0.5
+"""Seconds until connections are accepted again, for example after open files ran out."""
+
+
+class _Handler(WSGIRequestHandler):
+    def handle(self) -> None:
+        """Answer the request. A client that is gone needs no answer."""
+        with contextlib.suppress(OSError):
+            super().handle()
+
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing, because Prometheus and the kubelet send requests every few seconds."""
+
+
+class _Server(ThreadingWSGIServer):
+    """A server that accepts connections at most twice a second while that fails."""
+
+    stopping: threading.Event
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            self.stopping.wait(_ACCEPT_RETRY_S)
+            raise
 
 
 def serve_metrics(
@@ -25,6 +50,7 @@ def serve_metrics(
     port: int,
     host: str | None,
     is_ready: Callable[[], bool] | None = None,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
 ) -> Callable[[], None]:
     """Serve metrics at http://host:port/metrics from a thread.
 
@@ -33,6 +59,7 @@ def serve_metrics(
         host: the address to listen on, or None for all addresses.
         is_ready: returns whether /readyz answers with status 200 instead of 503. With None,
             /readyz is not served.
+        idle_timeout_s: seconds without data after which a connection is closed.
 
     Returns:
         A function that stops the server.
@@ -42,14 +69,15 @@ def serve_metrics(
     """
     listener = listen(host, port)
     address, number = listener.getsockname()[:2]
-    server = ThreadingWSGIServer((address, number), _QuietHandler, bind_and_activate=False)
+    handler = type("Handler", (_Handler,), {"timeout": idle_timeout_s})
+    server = _Server((address, number), handler, bind_and_activate=False)
     server.socket.close()
     server.socket = listener
     server.server_name = address
     server.server_port = number
     server.setup_environ()
     server.set_app(_pages(registry, is_ready))
-    stopping = threading.Event()
+    stopping = server.stopping = threading.Event()
 
     # `serve_forever` looks twice a second whether to stop, and `shutdown` waits for the next look.
     def serve() -> None:

@@ -1,0 +1,74 @@
+"""The endpoint for metrics under clients that are gone, and without free descriptors."""
+
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+
+from prometheus_client import CollectorRegistry
+from ullage_testing.ports import free_port
+
+from ullage_common.process.metrics_endpoint import serve_metrics
+
+DEADLINE_S = 60.0
+
+OUT_OF_FILES = """
+import os, resource, socket, sys, time
+from prometheus_client import CollectorRegistry
+from ullage_common.process.metrics_endpoint import serve_metrics
+
+stop = serve_metrics(CollectorRegistry(), int(sys.argv[1]), "127.0.0.1")
+client = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+client.settimeout(60)
+client.sendall(b"GET /metrics HTTP/1.0\\r\\n\\r\\n")
+assert client.recv(8) == b"HTTP/1.0"
+client.close()
+
+client = socket.socket()
+client.settimeout(60)
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, most))
+spare = []
+try:
+    while True:
+        spare.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+
+before = time.process_time()
+client.connect(("127.0.0.1", int(sys.argv[1])))
+time.sleep(1.0)
+print(time.process_time() - before)
+
+for number in spare:
+    os.close(number)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+client.sendall(b"GET /metrics HTTP/1.0\\r\\n\\r\\n")
+assert client.recv(8) == b"HTTP/1.0"
+stop()
+"""
+
+
+def test_a_connection_without_a_request_is_closed() -> None:
+    port = free_port()
+    stop = serve_metrics(CollectorRegistry(), port, "127.0.0.1", idle_timeout_s=0.2)
+    try:
+        threads = threading.active_count()
+        with socket.create_connection(("127.0.0.1", port)) as half_open:
+            half_open.settimeout(DEADLINE_S)
+            half_open.sendall(b"GET /metr")
+            assert half_open.recv(1) == b""
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            assert answer.status == 200
+        assert threading.active_count() <= threads + 1
+    finally:
+        stop()
+
+
+def test_the_endpoint_waits_for_free_descriptors_without_spinning() -> None:
+    """A second without descriptors takes little time of the CPU, and the client is answered."""
+    command = [sys.executable, "-c", OUT_OF_FILES, str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.3
