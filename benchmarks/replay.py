@@ -39,7 +39,7 @@ from benchmarks.support.options import new_parser
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.wire.channels import open_channel
-from ullage_replay.play import Played, Player, WatchedEngine, watching
+from ullage_replay.play import Played, Player, WatchedEngine, WatchError, watching
 from ullage_replay.report import MIB, quantiles
 from ullage_replay.trace import TraceRequest, read_trace
 
@@ -82,7 +82,7 @@ def main() -> int:
                 print(time_replay(arguments, Path(folder)))
                 return 0
             report = compare(arguments, Path(folder))
-    except ReplayError as error:
+    except (ReplayError, WatchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
 

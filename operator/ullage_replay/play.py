@@ -67,6 +67,10 @@ class WatchedEngine:
         self.num_reports += 1
 
 
+class WatchError(Exception):
+    """Raised if the memory of an engine could not be watched to the end."""
+
+
 class Player:
     """Sends requests with made-up tokens to a router or an engine.
 
@@ -149,15 +153,35 @@ class Player:
 
 @contextlib.asynccontextmanager
 async def watching(targets: Mapping[str, str]) -> AsyncIterator[Mapping[str, WatchedEngine]]:
-    """Follow the reports of engines, by name and gRPC address, until the block ends."""
+    """Follow the reports of engines, by name and gRPC address, until the block ends.
+
+    Raises:
+        WatchError: an engine's reports ended before the block, so its figures are incomplete.
+    """
     watched = {name: WatchedEngine() for name in targets}
-    tasks = [asyncio.create_task(_watch(target, watched[name])) for name, target in targets.items()]
+    tasks = {
+        name: asyncio.create_task(_watch(target, watched[name])) for name, target in targets.items()
+    }
     try:
         yield watched
+        for name, task in tasks.items():
+            if task.done():
+                raise WatchError(
+                    f"the reports of {name} at {targets[name]} ended early: {_reason_of(task)}; "
+                    "look into its log, and measure again"
+                )
     finally:
-        for task in tasks:
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _reason_of(watch: "asyncio.Task[None]") -> str:
+    """Return why a stream of reports has ended."""
+    error = watch.exception()
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return repr(error) if error else "the engine closed the stream"
 
 
 async def _watch(target: str, watched: WatchedEngine) -> None:
