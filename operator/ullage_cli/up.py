@@ -6,6 +6,7 @@ The startup progress is shown as a live table on a terminal, and as plain lines 
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
@@ -160,7 +161,7 @@ def serve_service(
     if options.state_file and not options.state_file.parent.is_dir():
         raise LocalFailure(f"--state-file {options.state_file}: its folder does not exist; make it")
 
-    with _run_directory(options.run_dir) as run_dir, contextlib.ExitStack() as kept:
+    with run_directory(options.run_dir) as run_dir, contextlib.ExitStack() as kept:
         plan = plan_local(
             service,
             run_dir,
@@ -179,21 +180,43 @@ def serve_service(
 
 
 @contextlib.contextmanager
-def _run_directory(chosen: Path | None) -> Iterator[Path]:
-    """Yield the chosen folder, or a temporary one that is removed on exit."""
+def run_directory(chosen: Path | None) -> Iterator[Path]:
+    """Yield the chosen folder, or a temporary one that is removed on exit.
+
+    Raises:
+        LocalFailure: the chosen folder cannot be made.
+    """
     if chosen is not None:
         try:
             chosen.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LocalFailure(f"--run-dir {chosen}: {error.strerror}; choose another") from error
-        yield chosen.resolve()
+        with _locked(chosen):
+            yield chosen.resolve()
         return
 
     folder = Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX))
     try:
-        yield folder
+        with _locked(folder):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep systemd-tmpfiles from removing old files of a folder below /tmp.
+
+    A restarted pod reads its configuration again, after however many days. tmpfiles.d leaves out
+    folders that are locked.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 async def _serve(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import http.server
 import json
 import math
@@ -22,7 +23,7 @@ from ullage_testing.ports import free_port
 from ullage_cli.local.pods import Pod
 from ullage_cli.processes.pod_process import PodFailed, PodProcess, progress_of
 from ullage_cli.processes.runtime import LocalRuntime, keep_scaled
-from ullage_cli.up import StartView, open_console, wait_for_eof
+from ullage_cli.up import StartView, open_console, run_directory, wait_for_eof
 from ullage_common.wire.load_report import PoolReport
 from ullage_operator.api.sections import AutoscalingSpec, ScalingPace, Targets
 
@@ -377,6 +378,16 @@ def test_the_end_of_input_is_seen_without_its_terminal_and_on_non_blocking_pipes
     waiting.join(DEADLINE_S)
     assert not waiting.is_alive()
     os.close(reader)
+
+
+def test_the_run_directory_is_locked_against_removal_of_old_files(tmp_path: Path) -> None:
+    for chosen in (None, tmp_path):
+        with run_directory(chosen) as folder:
+            descriptor = os.open(folder, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):  # as systemd-tmpfiles tries
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(descriptor)
+        assert folder.exists() == (chosen is not None)
 
 
 def test_scaling_goes_on_after_an_error(
