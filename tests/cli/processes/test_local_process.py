@@ -327,16 +327,14 @@ def test_an_error_of_the_supervision_ends_the_service(
     assert "supervising demo-single-0 failed" in caplog.text
 
 
-@pytest.mark.parametrize("is_live", [False, True])
-def test_progress_survives_a_terminal_that_is_gone(is_live: bool) -> None:
+def test_progress_survives_a_terminal_that_is_gone() -> None:
     reader, writer = os.openpty()
     terminal = os.fdopen(writer, "w")
     view = StartView(["demo-single-0"], open_console(terminal))
-    with view if is_live else contextlib.nullcontext():
-        view.update("demo-single-0", "weights 1%")
-        os.close(reader)
-        for percent in range(2, 5):
-            view.update("demo-single-0", f"weights {percent}%")
+    view.update("demo-single-0", "weights 1%")
+    os.close(reader)
+    for percent in range(2, 5):
+        view.update("demo-single-0", f"weights {percent}%")
     with contextlib.suppress(OSError):
         terminal.close()
 
