@@ -65,7 +65,9 @@ class Dispatcher:
 
     def submit(self, worker: WorkerHandle | None, entries: list[JournalEntry]) -> None:
         """Send a request's unfinished samples, now or once the next worker is ready."""
-        if worker is not None and worker.ready_at is not None and self._suspect is None:
+        if worker is None or worker.is_killed:
+            return  # a request that a killed worker gets would be suspected of its death
+        if worker.ready_at is not None and self._suspect is None:
             for submission in submissions(entries):
                 self._send(worker, submission)
 

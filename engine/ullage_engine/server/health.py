@@ -98,7 +98,7 @@ class EngineStatus:
         self.live = True
         """Whether starting another worker may help. If not, only a new pod can help."""
         self.not_ready_reason = ""
-        """Why this engine has permanently stopped serving requests, or "" if it has not."""
+        """Why this engine refuses requests and has stopped serving, or "" if it has not."""
         self.created = int(time.time())
         self.step_limits = StepTolerances()
         self.throttle_reasons: frozenset[str] = frozenset()
@@ -159,6 +159,12 @@ class EngineStatus:
         self.throttle_reasons = reasons
         self._wake()
 
+    def worker_killed(self) -> None:
+        """Record that the worker serves no longer, even if its process has not ended yet."""
+        if self.serving:
+            self.serving = False
+            self._wake()
+
     def worker_lost(self) -> None:
         self.serving = False
         self.worker_restarts += 1
@@ -173,9 +179,14 @@ class EngineStatus:
         self._wake()
 
     def stay_out(self, reason: str) -> None:
-        """Stop serving permanently. The status reports `reason` as why the engine is not ready."""
+        """Stop serving and refuse requests. Report `reason` as why the engine is not ready."""
         self.serving = False
         self.not_ready_reason = reason
+        self._wake()
+
+    def return_to_service(self) -> None:
+        """Accept requests again after `stay_out`. The next worker will serve them."""
+        self.not_ready_reason = ""
         self._wake()
 
     def drain(self) -> None:

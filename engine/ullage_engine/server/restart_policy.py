@@ -66,6 +66,11 @@ class RestartPolicy:
     """Seconds after which a worker stopped by a signal counts as hung, even if it has no work."""
     stop_grace_s: float = 3.0
     """Seconds between asking a worker to exit and killing it."""
+    kill_grace_s: float = 30.0
+    """Seconds that the process of a killed worker may take to end.
+
+    The kernel needs time to free a large host tier. A process in a driver that hangs never ends.
+    """
 
     @classmethod
     def for_engine(cls, device: Device, step_deadline_s: float) -> "RestartPolicy":

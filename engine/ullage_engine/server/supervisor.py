@@ -75,6 +75,8 @@ _LAST_WORDS_S = 0.05
 """Seconds of silence after which a dead worker's socket is assumed to be drained."""
 _SERVER_FAULT = 0.9
 """Factor applied to the health score when this server fails to handle a message."""
+_DOES_NOT_END = "the killed worker does not end"
+"""Why an engine is out of service whose worker outlives its SIGKILL, in a GPU driver that hangs."""
 
 WorkerOptions = Callable[[str], list[str]]
 """Function that returns the options of a worker that connects to the given endpoint."""
@@ -230,7 +232,7 @@ class WorkerSupervisor:
         """Send SIGKILL to the worker. Return its process id, or None if there is no worker."""
         if self._worker is None:
             return None
-        self._worker.process.kill()
+        self._kill(self._worker)
         return self._worker.process.pid
 
     async def run(self, launch: WorkerLaunch, kv: KvTiers | None = None) -> None:
@@ -270,7 +272,7 @@ class WorkerSupervisor:
         else:  # a worker that is loading does not read messages yet
             worker.process.terminate()
         await asyncio.wait({worker.exited}, timeout=self._policy.stop_grace_s)
-        worker.process.kill()
+        self._kill(worker)
         await asyncio.wait({worker.exited})
 
     async def _run_worker(self, launch: WorkerLaunch) -> WorkerHandle:
@@ -282,8 +284,9 @@ class WorkerSupervisor:
             while not worker.exited.done():
                 ends: set[asyncio.Future[Any]] = {worker.exited, receiving, worker.link.failure}
                 await asyncio.wait(ends, timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
-                if self._kill_if_broken(worker, receiving):
-                    await asyncio.wait({worker.exited})
+                self._kill_if_broken(worker, receiving)
+                if worker.is_killed:
+                    await self._outlast(worker)
                     continue
                 self._dispatcher.end_trial(worker)
                 self._share_vocabulary(launch)
@@ -295,8 +298,9 @@ class WorkerSupervisor:
         finally:
             self._worker = None
             self._profile.fail()
-            worker.process.kill()
+            self._kill(worker)
             receiving.cancel()
+            await self._outlast(worker)
             await asyncio.gather(receiving, worker.exited, return_exceptions=True)
             if self._kv is not None:
                 self._kv.worker_lost()
@@ -379,7 +383,7 @@ class WorkerSupervisor:
                 # request is to blame.
                 worker.start_error = f"the server failed: {one_line(error)}"
                 worker.is_blameless = True
-                worker.process.kill()
+                self._kill(worker)
 
     async def _drain_messages(self, worker: WorkerHandle, receiving: asyncio.Task[None]) -> None:
         last_message_at = None
@@ -387,13 +391,35 @@ class WorkerSupervisor:
             last_message_at = worker.last_message_at
             await asyncio.wait({receiving}, timeout=_LAST_WORDS_S)
 
-    def _kill_if_broken(self, worker: WorkerHandle, receiving: asyncio.Task[None]) -> bool:
-        """Kill a worker that hangs, sends invalid messages or cannot be reached.
+    def _kill(self, worker: WorkerHandle) -> None:
+        """Send SIGKILL to a worker, and report at once that this engine has no worker."""
+        worker.is_killed = True
+        worker.process.kill()
+        self._engine_status.worker_killed()
 
-        Return True if the worker was killed, and False if it is healthy or has already exited.
+    async def _outlast(self, worker: WorkerHandle) -> None:
+        """Wait until the process of a killed worker has ended, however long that takes.
+
+        After `RestartPolicy.kill_grace_s` the engine is out of service until the process ends.
         """
+        await asyncio.wait({worker.exited}, timeout=self._policy.kill_grace_s)
         if worker.exited.done():
-            return False
+            return
+
+        log.error("%s; this engine stays out", _DOES_NOT_END, extra={"pid": worker.process.pid})
+        self._engine_status.stay_out(_DOES_NOT_END)
+        self._engine_status.set_live(False)
+        self._dispatcher.fail_all(_DOES_NOT_END)
+        self._profile.fail()
+
+        await asyncio.wait({worker.exited})
+        log.warning("the killed worker has ended", extra={"pid": worker.process.pid})
+        self._engine_status.return_to_service()
+
+    def _kill_if_broken(self, worker: WorkerHandle, receiving: asyncio.Task[None]) -> None:
+        """Kill a worker that hangs, sends invalid messages or cannot be reached."""
+        if worker.exited.done() or worker.is_killed:
+            return
         pid = worker.process.pid
         if receiving.done():
             log.error("worker sent an invalid message", exc_info=receiving.exception())
@@ -404,10 +430,9 @@ class WorkerSupervisor:
             log.error("worker hangs; killing it", extra={"pid": pid, "reason": reason})
             worker.is_blameless = worker.is_stopped
         else:
-            return False
+            return
         worker.is_broken = True
-        worker.process.kill()
-        return True
+        self._kill(worker)
 
     def _handle(self, worker: WorkerHandle, message: ToServer) -> None:
         match message:
@@ -441,10 +466,12 @@ class WorkerSupervisor:
                 worker.is_unproven = message.is_unproven
 
     def _ready(self, worker: WorkerHandle, ready: Ready) -> None:
+        if worker.is_killed:
+            return
         if problem := self._unservable(ready):
             worker.start_error = problem
             worker.may_retry = False
-            worker.process.kill()
+            self._kill(worker)
             return
 
         worker.ready_at = time.monotonic()
@@ -488,7 +515,7 @@ class WorkerSupervisor:
         except FileTierError as error:
             worker.start_error = f"memory.tiers.file.path: {error}"
             worker.may_retry = False
-            worker.process.kill()
+            self._kill(worker)
             return False
         return True
 

@@ -216,6 +216,8 @@ class WorkerHandle:
         """Whether starting another worker may help if this one fails."""
         self.is_blameless = False
         """Whether no request can have caused the worker's exit."""
+        self.is_killed = False
+        """Whether the server has sent SIGKILL to the worker. The process may not have ended yet."""
         self.is_broken = False
         """Whether the server killed the worker because it hung or sent an invalid message."""
         self.is_unproven = False
