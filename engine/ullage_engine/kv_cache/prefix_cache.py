@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from ullage_engine.kv_cache.block_pool import BlockPool
 from ullage_engine.kv_cache.radix_tree import Path, RadixTree
 
-_MAX_SESSIONS = 1024
+MAX_SESSIONS = 1024
+"""Maximum number of sessions that an engine keeps. Of more, the least recently used one ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Sessions:
 
         if path:
             self._sessions[session_id] = _Session(path, self._clock(), last_used, num_windows)
-        while len(self._sessions) > _MAX_SESSIONS:
+        while len(self._sessions) > MAX_SESSIONS:
             self.end_oldest()
 
     def use(self, session_id: str) -> None:

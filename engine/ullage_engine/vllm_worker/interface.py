@@ -3,7 +3,6 @@
 `bindings.VllmCore` implements these interfaces.
 """
 
-from collections.abc import Iterable
 from typing import Literal, Protocol
 
 import msgspec
@@ -100,12 +99,19 @@ class Blocks(Protocol):
     def hold_prefix(self, request_id: str) -> Prefix:
         """Pin and return a request's cached blocks, even if it finished in the last step."""
 
-    def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
-        """Return the number of blocks that would become free if all these prefixes were released.
+    @property
+    def num_reclaimable(self) -> float:
+        """Number of blocks that would become free if the prefixes of all sessions were released.
 
         A sliding-window block is divided equally among its holders. If requests hold the block
-        too, the result includes only the fractions of the prefixes.
+        too, the result includes only the fractions of the sessions.
         """
+
+    def on_session(self, prefix: Prefix) -> None:
+        """Count a pinned prefix as that of an idle session from now on."""
+
+    def on_session_end(self, prefix: Prefix) -> None:
+        """Count a prefix no longer as that of a session. `release` must follow."""
 
     def release(self, prefix: Prefix) -> None:
         """Unpin a prefix's blocks, which stay cached until the pool needs them."""

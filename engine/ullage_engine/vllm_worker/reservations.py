@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ullage_engine.kv_cache.prefix_cache import MAX_SESSIONS
 from ullage_engine.vllm_worker.interface import Blocks, Prefix
 
 _ROUNDING = 1e-6
@@ -93,8 +94,7 @@ class Reservations:
     @property
     def _reclaimable(self) -> float:
         if self._known_reclaimable is None:
-            prefixes = [each.prefix for each in self._sessions.values()]
-            self._known_reclaimable = self._blocks.num_reclaimable(prefixes) if prefixes else 0.0
+            self._known_reclaimable = self._blocks.num_reclaimable
         return self._known_reclaimable
 
     @property
@@ -178,7 +178,10 @@ class Reservations:
     # sessions ------------------------------------------------------------------------------------
 
     def keep_session(self, key: str, request_id: str) -> None:
-        """Pin a finished request's cached blocks for the next request of its session."""
+        """Pin a finished request's cached blocks for the next request of its session.
+
+        Of more than `MAX_SESSIONS` sessions, the least recently used one ends.
+        """
         if not self._session_blocks:
             return
         prefix = self._hold_prefix(request_id)
@@ -187,6 +190,9 @@ class Reservations:
             self._release(prefix)
             return
         self._sessions[key] = _Session(prefix, self._clock())
+        self._blocks.on_session(prefix)
+        while len(self._sessions) > MAX_SESSIONS:
+            self._drop_oldest_session()
         self._forget_sums()
         self._make_free()
 
@@ -262,9 +268,13 @@ class Reservations:
     def _make_free(self) -> None:
         """End the least recently used sessions until all reserved blocks are free."""
         while self._sessions and self._blocks.num_free < self.num_committed:
-            self._drop_session(next(iter(self._sessions)))
+            self._drop_oldest_session()
+
+    def _drop_oldest_session(self) -> None:
+        self._drop_session(next(iter(self._sessions)))
 
     def _drop_session(self, key: str) -> None:
         session = self._sessions.pop(key, None)
         if session is not None:
+            self._blocks.on_session_end(session.prefix)
             self._release(session.prefix)

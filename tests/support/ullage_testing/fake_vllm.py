@@ -7,7 +7,7 @@ it is needed. Where vLLM would preempt it fails.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ullage_engine.protocol.requests import EngineRequest
@@ -120,6 +120,7 @@ class FakeVllm:
         """Blocks by what they cache, which may be the same, the first ones first."""
         self._requests: dict[str, Running] = {}
         self._ended: dict[str, Running] = {}
+        self._of_sessions: list[FakePrefix] = []
         self._num_added = self._num_started = 0
 
     @property
@@ -160,18 +161,27 @@ class FakeVllm:
             self._take(block)
         return prefix
 
-    def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
+    @property
+    def num_reclaimable(self) -> float:
         lasting = Counter[Block]()
         of_windows = Counter[Block]()
-        for prefix in prefixes:
-            assert isinstance(prefix, FakePrefix)
+        for prefix in self._of_sessions:
             lasting.update(prefix.lasting)
             of_windows.update(prefix.of_windows)
         own = sum(count == block.ref_count for block, count in lasting.items())
         return own + sum(count / block.ref_count for block, count in of_windows.items())
 
+    def on_session(self, prefix: Prefix) -> None:
+        assert isinstance(prefix, FakePrefix)
+        self._of_sessions.append(prefix)
+
+    def on_session_end(self, prefix: Prefix) -> None:
+        assert isinstance(prefix, FakePrefix)
+        self._of_sessions.remove(prefix)
+
     def release(self, prefix: Prefix) -> None:
         assert isinstance(prefix, FakePrefix)
+        assert prefix not in self._of_sessions, "a session still counts it"
         for block in reversed(prefix.blocks):
             self._give_back(block)
 

@@ -1,6 +1,5 @@
 """Access to the KV blocks in vLLM's pool, and the type of KV data in each cache group."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from vllm.config import VllmConfig
@@ -18,6 +17,7 @@ from vllm.v1.request import Request
 
 from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker.interface import Prefix
+from ullage_engine.vllm_worker.session_blocks import SessionBlocks
 
 
 class _Prefix:
@@ -66,6 +66,7 @@ class VllmBlocks:
             isinstance(each.kv_cache_spec, SlidingWindowSpec | MambaSpec) for each in managers
         ]
         self._requests = requests
+        self._session_blocks = SessionBlocks()
 
     @property
     def num_blocks(self) -> int:
@@ -107,18 +108,17 @@ class VllmBlocks:
         self._pool.touch(prefix.blocks)
         return prefix
 
-    def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
-        # vLLM's block objects are not hashable.
-        blocks: dict[int, KVCacheBlock] = {}
-        lasting = Counter[int]()
-        windows = Counter[int]()
-        for prefix in prefixes:
-            assert isinstance(prefix, _Prefix)
-            blocks |= {each.block_id: each for each in prefix.blocks}
-            lasting.update(each.block_id for each in prefix.lasting)
-            windows.update(each.block_id for each in prefix.windows)
-        own = sum(bool(count == blocks[number].ref_cnt) for number, count in lasting.items())
-        return own + sum(count / int(blocks[n].ref_cnt) for n, count in windows.items())
+    @property
+    def num_reclaimable(self) -> float:
+        return self._session_blocks.num_reclaimable()
+
+    def on_session(self, prefix: Prefix) -> None:
+        assert isinstance(prefix, _Prefix)
+        self._session_blocks.add(prefix.lasting, prefix.windows)
+
+    def on_session_end(self, prefix: Prefix) -> None:
+        assert isinstance(prefix, _Prefix)
+        self._session_blocks.remove(prefix.lasting, prefix.windows)
 
     def release(self, prefix: Prefix) -> None:
         assert isinstance(prefix, _Prefix)
