@@ -475,17 +475,29 @@ class RemoteTier:
         resolved: dict[str, set[str]] = {}
         logged: list[PeerState] = []
         while not self._closing.is_set():
-            for target in self._targets:
-                current = _resolve(target)
-                if current is not None:  # else the name server does not answer
-                    resolved[target] = current
-            self._use(resolved)
-            for peer in list(self._peers.values()):
-                peer.close_retired(self._deadline_s)
-                if not peer.instance or peer.breaker.is_open:
-                    self._ask(peer, [])
-            logged = self._log_peers(logged)
+            try:
+                self._find_peers(resolved)
+                logged = self._log_peers(logged)
+            except Exception:  # without this thread no new peer would ever be used
+                log.exception("cannot look for peers; retrying")
             self._closing.wait(self._resolve_s)
+
+    def _find_peers(self, resolved: dict[str, set[str]]) -> None:
+        """Resolve all targets, use their addresses as peers, and ask idle peers for their state.
+
+        Args:
+            resolved: the addresses of each target, which this method updates. They stay in use
+                while the DNS server does not answer.
+        """
+        for target in self._targets:
+            current = _resolve(target)
+            if current is not None:
+                resolved[target] = current
+        self._use(resolved)
+        for peer in list(self._peers.values()):
+            peer.close_retired(self._deadline_s)
+            if not peer.instance or peer.breaker.is_open:
+                self._ask(peer, [])
 
     def _log_peers(self, before: Sequence[PeerState]) -> list[PeerState]:
         """Return all other peers' states, and log them if the list or a state has changed."""
@@ -535,7 +547,7 @@ def _standing(peers: Sequence[PeerState]) -> dict[str, bool]:
 
 
 def _resolve(target: str) -> set[str] | None:
-    """Resolve a target to its addresses, or return None if the DNS server does not answer."""
+    """Resolve a target to its addresses, or return None if it cannot be resolved now."""
     host, _, port = target.rpartition(":")
     if is_ip(host):
         return {target}
@@ -544,5 +556,8 @@ def _resolve(target: str) -> set[str] | None:
     except socket.gaierror as error:
         if error.errno in NO_RECORDS:
             return set()
-        log.warning("cannot resolve", extra={"target": target, "reason": error.strerror})
-        return None
+        reason = error.strerror
+    except (OSError, UnicodeError) as error:  # no file can be opened, or the name is invalid
+        reason = str(error)
+    log.warning("cannot resolve", extra={"target": target, "reason": reason})
+    return None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -402,3 +403,40 @@ def test_hints_are_the_newest_answers_of_each_peer_and_bounded(
                 assert now < until_s
     hints.forget([bytes([number]) for number in range(8)])
     assert len(hints) == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        UnicodeError("label empty or too long"),
+        RuntimeError("unforeseen"),
+    ],
+)
+def test_peers_are_looked_for_again_after_any_error(
+    peer: KvPeer, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    resolve = socket.getaddrinfo
+    port = peer.address.rpartition(":")[2]
+    errors = [error, error]
+
+    def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "peers.test" and errors:
+            raise errors.pop()
+        return resolve("127.0.0.1" if host == "peers.test" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    tier = RemoteTier([f"peers.test:{port}"], SPACE, SIZE, deadline_s=60.0, resolve_s=0.01)
+    with contextlib.closing(tier):
+        until(lambda: len(tier.peers()) == 1)
+    assert not errors
+
+
+def test_a_name_that_no_dns_server_accepts_is_logged(
+    peer: KvPeer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = RemoteTier(["a..b:9000", peer.address], SPACE, SIZE, deadline_s=60.0, resolve_s=0.01)
+    with contextlib.closing(tier):
+        until(lambda: len(tier.peers()) == 1)
+    [record, *_] = [each for each in caplog.records if each.message == "cannot resolve"]
+    assert vars(record)["target"] == "a..b:9000"
