@@ -26,7 +26,7 @@ from ullage_common.config.engine import (
     name_taken_twice,
 )
 from ullage_common.process.config_file import ConfigError, read_file
-from ullage_common.process.file_watch import fingerprint, follow
+from ullage_common.process.file_watch import follow
 from ullage_common.wire.fingerprint import adapter_key
 from ullage_engine.model_loader.digest import Digests
 from ullage_engine.model_loader.files import ADAPTER, read_safetensors_header
@@ -201,36 +201,42 @@ class AdapterSet:
 
         If no adapters are configured, nothing is delayed.
         """
-        self._engine_status.set_preparing(bool(self._read()))
+        try:
+            is_preparing = bool(self._read())
+        except ConfigError:  # `run` logs the error and reads the file again
+            is_preparing = True
+        self._engine_status.set_preparing(is_preparing)
 
     async def run(self) -> None:
         """Load the configured adapters now and after each configuration change, until cancelled."""
         path = self._config.adapters_file
-        folders = [Path(path).parent] if path else []
-        seen = fingerprint(folders)
         tasks = [asyncio.create_task(self._end_preparing(), name="first adapters")]
         try:
-            await self._reload()
-            if folders:
-                await follow(folders, seen, self._reload)
-            await asyncio.Event().wait()
+            if path:
+                folders = [Path(path).parent]
+                await follow(folders, None, self._reload, "adapters stay as they are")
+            else:
+                self.set_wanted(self._config.adapters)
+                await asyncio.Event().wait()
         finally:
             tasks += [attempt.task for attempt in self._attempts.values()]
+            self._attempts.clear()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _read(self) -> tuple[AdapterSection, ...]:
+        """Return the configured adapters.
+
+        Raises:
+            ConfigError: their file cannot be used.
+        """
         path = self._config.adapters_file
         if path is None:
             return self._config.adapters
-        try:
-            wanted = read_file(Path(path), AdaptersFile).adapters
-            if problem := name_taken_twice(self._config.model.name, wanted):
-                raise ConfigError(f"{path}: {problem}")
-        except ConfigError as error:
-            log.error("adapters stay as they are: %s", error)
-            return tuple(self._wanted.values())
+        wanted = read_file(Path(path), AdaptersFile).adapters
+        if problem := name_taken_twice(self._config.model.name, wanted):
+            raise ConfigError(f"{path}: {problem}")
         return wanted
 
     async def _reload(self) -> None:

@@ -65,7 +65,8 @@ class PeerKey:
         """
         seen = fingerprint([self._folder])
         self._read()
-        self._task = asyncio.create_task(follow([self._folder], seen, self._reload))
+        failure = "key not read; the previous key stays in use"
+        self._task = asyncio.create_task(follow([self._folder], seen, self._reload, failure))
 
     async def close(self) -> None:
         """Stop watching the key."""
@@ -90,10 +91,7 @@ class PeerKey:
         self._key = key
 
     async def _reload(self) -> None:
-        try:
-            self._read()
-        except ConfigError as error:
-            log.error("key not read; the previous key stays in use", extra={"reason": str(error)})
+        self._read()
 
 
 class PeerRouter:

@@ -113,12 +113,17 @@ class Canary:
         """Why the file cannot be used (empty if it can). The last valid content remains in use."""
 
     async def start(self) -> None:
+        """Read the file, and follow it. A file that cannot be used is read again and again."""
         if self._path is None:
             return
         folder = self._path.parent
-        seen: Fingerprint = fingerprint([folder])
-        await self._read()
-        self._task = asyncio.create_task(follow([folder], seen, self._read), name="follow rollout")
+        seen: Fingerprint | None = fingerprint([folder])
+        try:
+            await self._read()
+        except ConfigError:
+            seen = None
+        following = follow([folder], seen, self._read, "rollout file cannot be used")
+        self._task = asyncio.create_task(following, name="follow rollout")
 
     async def close(self) -> None:
         if self._task:
@@ -154,10 +159,9 @@ class Canary:
         assert self._path is not None
         try:
             content = await asyncio.to_thread(self._load, self._path)
-        except ConfigError as error:
+        except Exception as error:
             self.problem = str(error)
-            log.error("rollout file cannot be used", extra={"reason": self.problem})
-            return
+            raise
         self.problem = ""
         if content != self._file:
             self._use(content)

@@ -48,10 +48,13 @@ class Tenants:
             return
         folder = Path(self._section.keys_dir)
         seen: Fingerprint = await asyncio.to_thread(fingerprint, (folder,))
-        await self._reload()
-        if self.problems:
-            raise ConfigError(f"tenants.keys_dir: {'; '.join(self.problems)}")
-        self._task = asyncio.create_task(follow((folder,), seen, self._reload), name="keys")
+        try:
+            await self._reload()
+        except ConfigError as error:
+            raise ConfigError(f"tenants.keys_dir: {error}") from None
+        failure = "keys not read; those before stay valid"
+        following = follow((folder,), seen, self._reload, failure)
+        self._task = asyncio.create_task(following, name="keys")
 
     async def close(self) -> None:
         if self._task:
@@ -161,6 +164,11 @@ class Tenants:
         return self._accounts[name]
 
     async def _reload(self) -> None:
+        """Read the keys, and keep the former keys of each tenant whose file is invalid.
+
+        Raises:
+            ConfigError: a file is invalid.
+        """
         assert self._section
         folder = Path(self._section.keys_dir)
         keys = await asyncio.to_thread(load_keys, folder, self._keys.digests)
@@ -168,11 +176,10 @@ class Tenants:
         self._keys = keys
         self._remove_stale_accounts()
 
-        if not keys.problems:
-            self._loaded_unix = time.time()
-            log.info("keys read", extra={"tenants": len(keys.digests)})
-        for problem in keys.problems:
-            log.error("keys not read; those before stay valid", extra={"reason": problem})
+        if keys.problems:
+            raise ConfigError("; ".join(keys.problems))
+        self._loaded_unix = time.time()
+        log.info("keys read", extra={"tenants": len(keys.digests)})
 
     def _remove_stale_accounts(self) -> None:
         """Remove accounts of tenants that no longer have a key, to limit the number of accounts."""

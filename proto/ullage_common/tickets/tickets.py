@@ -10,7 +10,6 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import logging
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -231,9 +230,6 @@ class TicketUses:
             del self._counts[ticket_id]
 
 
-log = logging.getLogger(__name__)
-
-
 class TicketKeys:
     """Loads the ticket keys from a folder, and reloads them when the folder changes.
 
@@ -253,9 +249,9 @@ class TicketKeys:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(
-            follow((self._folder,), self._seen, self._reload), name="ticket keys"
-        )
+        failure = "ticket keys not read; the old ones stay"
+        following = follow((self._folder,), self._seen, self._reload, failure)
+        self._task = asyncio.create_task(following, name="ticket keys")
 
     async def close(self) -> None:
         if self._task:
@@ -263,9 +259,5 @@ class TicketKeys:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _reload(self) -> None:
-        try:
-            self.all = await asyncio.to_thread(load_keys, self._folder)
-        except ConfigError as error:
-            log.error("ticket keys not read; the old ones stay", extra={"reason": str(error)})
-        else:
-            self.signer = Signer(self.all[-1])
+        self.all = await asyncio.to_thread(load_keys, self._folder)
+        self.signer = Signer(self.all[-1])

@@ -153,7 +153,9 @@ class Certificates:
         folders = tuple(path for path in (self._folder, self._ca_folder) if path)
         seen = await asyncio.to_thread(fingerprint, folders)
         self._use(self._load())
-        self._task = asyncio.create_task(follow(folders, seen, self._reload), name="certificates")
+        failure = "certificate not read; the old one stays"
+        following = follow(folders, seen, self._reload, failure)
+        self._task = asyncio.create_task(following, name="certificates")
 
     async def close(self) -> None:
         """Stop watching the files."""
@@ -223,10 +225,9 @@ class Certificates:
     async def _reload(self) -> None:
         try:
             loaded = await asyncio.to_thread(self._load)
-        except ConfigError as error:
+        except Exception as error:
             self.problem = str(error)
-            log.error("certificate not read; the old one stays", extra={"reason": str(error)})
-            return
+            raise
         self._use(loaded)
         self._on_change()
 

@@ -11,11 +11,13 @@ from typing import Any
 import grpc
 import pytest
 from msgspec.structs import asdict, replace
+from ullage_testing.failing_disk import FailingDisk
 
 from ullage.admin.v1 import admin_pb2
 from ullage.headroom.v1.headroom_pb2 import Headroom
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import AdapterSection, EngineConfig
+from ullage_common.process import file_watch
 from ullage_common.process.config_file import ConfigError, read_file
 from ullage_common.wire import fingerprint
 from ullage_common.wire.errors import from_rpc_error
@@ -250,6 +252,32 @@ def test_a_file_that_cannot_be_read_costs_the_model_nothing(
             assert (await engine.generate(ask(""))).token_ids == expected(fake, "")
             edit(make_adapter("sql"))
             await engine.until(lambda state: served(state) == ["sql"])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fails_at_start", [True, False])
+def test_a_file_is_read_again_after_an_error_of_the_disk(
+    serve: Serve,
+    edited: tuple[EngineConfig, Edit],
+    make_adapter: MakeAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+    fails_at_start: bool,
+) -> None:
+    config, edit = edited
+    monkeypatch.setattr(file_watch, "INTERVAL_S", 0.05)
+    disk = FailingDisk(Path(config.adapters_file).parent, monkeypatch)
+    if fails_at_start:
+        edit(make_adapter("sql"))
+        disk.num_failures_left = 3
+
+    async def scenario() -> None:
+        async with serve(config) as engine:
+            if not fails_at_start:
+                disk.num_failures_left = 3
+                edit(make_adapter("sql"))
+            await engine.until(lambda state: served(state) == ["sql"])
+        assert not disk.num_failures_left
 
     asyncio.run(scenario())
 

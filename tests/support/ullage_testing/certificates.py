@@ -24,13 +24,19 @@ class Authority:
         builder = builder.add_extension(constraints, critical=True)
         self.pem = builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
-    def issue(self, folder: Path, name: str, validity: datetime.timedelta = DAY) -> Path:
+    def issue(
+        self,
+        folder: Path,
+        name: str,
+        validity: datetime.timedelta = DAY,
+        starts_in: datetime.timedelta = -2 * DAY,
+    ) -> Path:
         """tls.crt, tls.key and ca.crt of a name on loopback, valid for the time left."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         loopback = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
         names = x509.SubjectAlternativeName([x509.DNSName(name), loopback])
-        builder = _builder(subject, self._name, key.public_key(), validity)
+        builder = _builder(subject, self._name, key.public_key(), validity, starts_in)
         signed = builder.add_extension(names, critical=False).sign(self._key, hashes.SHA256())
         folder.mkdir(exist_ok=True)
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -45,6 +51,7 @@ def _builder(
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
     validity: datetime.timedelta,
+    starts_in: datetime.timedelta = -2 * DAY,
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return x509.CertificateBuilder(
@@ -52,6 +59,6 @@ def _builder(
         subject_name=subject,
         public_key=key,
         serial_number=x509.random_serial_number(),
-        not_valid_before=now - 2 * DAY,
+        not_valid_before=now + starts_in,
         not_valid_after=now + validity,
     )
