@@ -9,6 +9,7 @@ startup, and again whenever the folder changes.
 import asyncio
 import base64
 import hashlib
+import heapq
 import hmac
 import struct
 from collections.abc import Sequence
@@ -201,10 +202,9 @@ class TicketUses:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._counts: dict[int, tuple[int, float]] = {}
-        """Maps a ticket's id to its number of uses and its expiry time (in Unix seconds).
-
-        Tickets are in the order of their first use.
-        """
+        """Maps a ticket's id to its number of uses and its expiry time (in Unix seconds)."""
+        self._expiries: list[tuple[float, int]] = []
+        """Heap of each ticket's expiry time and id. Clocks of routers may differ by hours."""
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -218,15 +218,15 @@ class TicketUses:
 
     def add(self, ticket_id: int, until_s: float) -> None:
         """Count one more use of a ticket, and keep the expiry time from its first use."""
+        if ticket_id not in self._counts:
+            heapq.heappush(self._expiries, (until_s, ticket_id))
         count, until_s = self._counts.get(ticket_id, (0, until_s))
         self._counts[ticket_id] = (count + 1, until_s)
 
     def forget(self, now_s: float) -> None:
-        """Remove expired tickets, oldest first, and stop at the first one that has not expired."""
-        while self._counts:
-            ticket_id, (_, until_s) = next(iter(self._counts.items()))
-            if until_s >= now_s:
-                return
+        """Remove all expired tickets."""
+        while self._expiries and self._expiries[0][0] < now_s:
+            _, ticket_id = heapq.heappop(self._expiries)
             del self._counts[ticket_id]
 
 
