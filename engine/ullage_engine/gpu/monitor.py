@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ullage_common.config.engine import ThrottlingSection
 from ullage_engine.gpu.nvml import Gpu, GpuSample, Nvml, NvmlUnavailableError, XidEvents
-from ullage_engine.gpu.throttling import BoostState, advance, counted_reasons
+from ullage_engine.gpu.throttling import MAX_GAP_S, BoostState, advance, counted_reasons
 
 log = logging.getLogger("ullage.engine.gpu")
 
@@ -32,6 +32,8 @@ class MonitorTimes:
     """
     silent_s: float = 10.0
     """Seconds without a response after which the driver is considered hung."""
+    retry_s: float = 30.0
+    """Seconds until the driver is opened again after a failure."""
 
 
 class GpuMonitor:
@@ -58,6 +60,10 @@ class GpuMonitor:
         self._boost = BoostState()
         self._sampled_at = time.monotonic()
         self._silence: asyncio.TimerHandle | None = None
+        self._recovery: asyncio.TimerHandle | None = None
+        """Timer that lets the batch grow again while there are no samples."""
+        self._unavailable = ""
+        """Why there are no samples, as logged, or "" if the driver has answered since then."""
         self.is_silent = False
         """Whether the driver is hung: it has not responded for `silent_s` seconds."""
         self._failures: set[tuple[str, str]] = set()
@@ -78,25 +84,31 @@ class GpuMonitor:
     def close(self) -> None:
         """Tell the thread to exit, without waiting for it."""
         self._stopping.set()
-        if self._silence is not None:
-            self._silence.cancel()
+        for timer in (self._silence, self._recovery):
+            if timer is not None:
+                timer.cancel()
 
     # in the thread -------------------------------------------------------------------------------
 
     def _ask_driver(self) -> None:
-        try:
-            self._sample()
-        except Exception as error:  # serving goes on without the figures
-            log.exception("GPUs cannot be watched any more")
-            self._post(self._on_unavailable, repr(error))
+        while not self._stopping.is_set():
+            try:
+                self._sample()
+            except NvmlUnavailableError as error:
+                self._post(self._on_unavailable, str(error))
+            except Exception as error:  # serving goes on without the figures
+                log.debug("the GPU driver's answer cannot be used", exc_info=True)
+                self._post(self._on_unavailable, repr(error))
+            self._stopping.wait(self._times.retry_s)
 
     def _sample(self) -> None:
-        try:
-            nvml = Nvml()
-            gpus = nvml.gpus(os.environ, self._num_gpus)
-        except NvmlUnavailableError as error:
-            self._post(self._on_unavailable, str(error))
-            return
+        """Query the driver until the monitor is closed.
+
+        Raises:
+            NvmlUnavailableError: the driver cannot be used.
+        """
+        nvml = Nvml()
+        gpus = nvml.gpus(os.environ, self._num_gpus)
         events = self._open_events(nvml, gpus)
         links_at = sampled_at = time.monotonic()
         with_links = True
@@ -157,13 +169,27 @@ class GpuMonitor:
             "the GPU driver does not answer, so the engine continues without figures of its GPUs",
             extra={"seconds": self._times.silent_s},
         )
+        self._recover_unseen()
 
     def _on_unavailable(self, reason: str) -> None:
+        if self._stopping.is_set():
+            return
         if self._silence is not None:
             self._silence.cancel()
         self.is_silent = False
         self.samples = ()
-        log.info("GPUs are not watched: %s", reason)
+        if reason != self._unavailable:
+            self._unavailable = reason
+            log.info("GPUs are not watched: %s", reason)
+        self._recover_unseen()
+
+    def _recover_unseen(self) -> None:
+        """Let a reduced batch grow again while nothing is known of the GPUs."""
+        if self._recovery is not None:
+            self._recovery.cancel()
+        if self._boost.is_off:
+            self._judge((), MAX_GAP_S)
+            self._recovery = self._loop.call_later(MAX_GAP_S, self._recover_unseen)
 
     def _on_xid(self, gpu: Gpu, number: int) -> None:
         if self._stopping.is_set():
@@ -178,6 +204,9 @@ class GpuMonitor:
         if self._stopping.is_set():
             return
         self._await_answer()
+        self._unavailable = ""
+        if self._recovery is not None:
+            self._recovery.cancel()
         if self.is_silent:
             log.info("the GPU driver answers again")
         self.is_silent = False
@@ -210,6 +239,8 @@ class GpuMonitor:
         }
         if self._boost.batch_share < before.batch_share:
             log.warning("boost off: GPUs are throttled, so fewer sequences run", extra=extra)
+        elif reasons is None:
+            log.info("nothing is known of the GPUs' throttling, so more sequences run", extra=extra)
         elif self._boost.is_off:
             log.info("GPUs are not throttled any more, so more sequences run", extra=extra)
         else:

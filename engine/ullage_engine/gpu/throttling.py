@@ -60,8 +60,8 @@ def advance(
 
     If GPUs have been throttled long enough, the batch shrinks. Intermittent throttling has the same
     effect if GPUs are throttled more than half of the time, because the time without throttling is
-    subtracted. After enough time without throttling, the batch grows again. If the reasons are
-    unknown, the state does not change.
+    subtracted. After enough time without throttling, the batch grows again. While the reasons are
+    unknown, the batch never shrinks, and grows again as without throttling.
 
     Args:
         section: the configured rules.
@@ -69,8 +69,6 @@ def advance(
         reasons: the current reasons, from `counted_reasons`.
         elapsed_s: seconds since the last sample.
     """
-    if reasons is None:
-        return state
     elapsed_s = min(elapsed_s, MAX_GAP_S)
     if reasons:
         throttled_s = state.throttled_s + elapsed_s

@@ -148,6 +148,15 @@ def test_a_driver_that_hangs_stops_nothing_and_is_told(
     assert "the GPU driver answers again" in engine.messages()
 
 
+def test_a_driver_that_hangs_gives_boost_back(engine: EngineProcess, gpu: FakeNvml) -> None:
+    gpu.set({"reasons": 0x48})
+    engine.until(lambda: engine.headroom().batch_share == 0.5)
+    gpu.set({"hang.nvmlDeviceGetClockInfo": 1})
+    engine.until(lambda: engine.metrics()["ullage_gpu_driver_silent"] == 1)
+    engine.until(lambda: engine.headroom().batch_share == 1.0)
+    assert list(engine.headroom().throttle_reasons) == []
+
+
 def test_xid_errors_are_counted_and_told(engine: EngineProcess, gpu: FakeNvml) -> None:
     # The GPU fell off the bus, so nothing else is known of it.
     gpu.set({"xid": 79, "xid_number": 1, "nvmlDeviceGetIndex": 15})
