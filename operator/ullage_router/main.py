@@ -119,7 +119,7 @@ class Router:
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
         name = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-        await self._health.attach(self._grpc, [name])
+        self._health.attach(self._grpc, [name])
 
         tls = self.service.tls.server
         credentials = tls.server_credentials() if tls else None
@@ -149,7 +149,7 @@ class Router:
             self._console.close()
         if self.service.batches:
             await self.service.batches.close()
-        await self._health.set_ready(False)
+        self._health.set_ready(False)
         await self._http.leave(LEAVE_S)
 
         self.service.scale_to_zero.queue.close()
@@ -189,7 +189,7 @@ class Router:
 
     async def _keep_readiness(self) -> None:
         while True:
-            await self._health.set_ready(self.service.is_ready)
+            self._health.set_ready(self.service.is_ready)
             await asyncio.sleep(READY_INTERVAL_S)
 
 

@@ -55,7 +55,7 @@ async def served(
 ) -> AsyncIterator[grpc.aio.Channel]:
     server = new_server(guard=guard)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer or Parrot(), server)
-    await Health().attach(server, ())
+    Health().attach(server, ())
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -460,7 +460,7 @@ def test_a_server_for_probes_answers_whatever_is_idle(method: str) -> None:
         server = new_probe_server()
         health = Health()
         health.attach_alone(server)
-        await health.set_live(True)
+        health.set_live(True)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with open_channel(f"127.0.0.1:{port}") as channel:

@@ -173,7 +173,7 @@ class EngineApp:
                 following.cancel()
                 watching.cancel()
                 adapting.cancel()
-                await self._health.set_ready(False)
+                self._health.set_ready(False)
                 await self._supervisor.stop()
                 try:
                     await self._end(supervising)
@@ -283,7 +283,7 @@ class EngineApp:
 
         After `limits.total_timeout`, or once `hurry` is set, cancel the remaining requests.
         """
-        await self._health.set_ready(False)
+        self._health.set_ready(False)
         self._engine_status.drain()
         log.info("draining", extra={"open_requests": len(self._journal)})
         await _first_of(hurry.wait(), self._journal.emptied(self._config.limits.total_timeout))
@@ -297,7 +297,7 @@ class EngineApp:
         _make_run_dir(Path(server.run_dir))
         grpc_server = new_server(guard=RequestGuard(self._admit))
         services = (*_SERVICES, _ADMIN) if self._has_admin else _SERVICES
-        await self._health.attach(grpc_server, services)
+        self._health.attach(grpc_server, services)
         self._add_services(grpc_server)
         stop_metrics = self._serve_metrics()
         try:
@@ -450,10 +450,10 @@ class EngineApp:
         short of replacing the pod can recover it.
         """
         while True:
-            await self._health.set_ready(
+            self._health.set_ready(
                 self._engine_status.is_ready and not self._engine_status.draining
             )
-            await self._health.set_live(self._engine_status.live)
+            self._health.set_live(self._engine_status.live)
             await self._engine_status.changed(within_s=60.0)
 
     async def _keep_adapters(self) -> None:

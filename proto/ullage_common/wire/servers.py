@@ -4,15 +4,12 @@ Servers report their health over grpc.health.v1, with the services `liveness` an
 server has a `RequestGuard`.
 """
 
-from collections.abc import (
-    Iterable,
-    Sequence,
-)
-from typing import cast
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from ullage_common.wire.call_names import Server
@@ -55,6 +52,7 @@ LIVENESS = "liveness"
 READINESS = "readiness"
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 def bind(
@@ -99,6 +97,49 @@ def new_probe_server() -> grpc.aio.Server:
     return new_server(RequestGuard(lambda method, metadata: None), small)
 
 
+class _HealthService(health_pb2_grpc.HealthServicer):
+    """The service grpc.health.v1.Health.
+
+    Unlike the servicer of grpcio-health-checking, this one holds no lock while it writes. A client
+    that watches and reads nothing keeps no status from changing.
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, health_pb2.HealthCheckResponse.ServingStatus] = {"": _SERVING}
+        self._changed = asyncio.Event()
+
+    def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        """Set a service's status, and wake all who watch."""
+        self._statuses[service] = status
+        changed = self._changed
+        self._changed = asyncio.Event()
+        changed.set()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> health_pb2.HealthCheckResponse:
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"service {request.service!r} is unknown; name {LIVENESS} or {READINESS}",
+            )
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> None:
+        sent = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, _UNKNOWN)
+            if status == sent:
+                await changed.wait()
+                continue
+            await context.write(health_pb2.HealthCheckResponse(status=status))
+            sent = status
+
+
 class Health:
     """Reports over grpc.health.v1 whether a server is live, and whether it is ready for requests.
 
@@ -106,25 +147,25 @@ class Health:
     """
 
     def __init__(self) -> None:
-        self._servicer = HealthServicer()
+        self._servicer = _HealthService()
 
-    async def attach(self, server: grpc.aio.Server, services: Iterable[str]) -> None:
+    def attach(self, server: grpc.aio.Server, services: Iterable[str]) -> None:
         """Add the health service and reflection to a server that has not started."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-        await self.set_live(True)
-        await self.set_ready(False)
+        self.set_live(True)
+        self.set_ready(False)
 
     def attach_alone(self, server: grpc.aio.Server) -> None:
         """Add the health service, but no reflection, to a probe server (which has no TLS)."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def set_live(self, live: bool) -> None:
+    def set_live(self, live: bool) -> None:
         """Set the health of the `liveness` service."""
-        await self._servicer.set(LIVENESS, _SERVING if live else _NOT_SERVING)
+        self._servicer.set(LIVENESS, _SERVING if live else _NOT_SERVING)
 
-    async def set_ready(self, ready: bool) -> None:
+    def set_ready(self, ready: bool) -> None:
         """Set the health of the `readiness` service and of the server as a whole."""
         for service in ("", READINESS):
-            await self._servicer.set(service, _SERVING if ready else _NOT_SERVING)
+            self._servicer.set(service, _SERVING if ready else _NOT_SERVING)

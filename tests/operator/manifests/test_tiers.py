@@ -362,7 +362,7 @@ async def test_engines_show_one_another_the_certificates_that_they_serve_with(
     server = new_server()
     health = Health()
     try:
-        await health.attach(server, ())
+        health.attach(server, ())
         port = bind(server, "127.0.0.1:0", certificates.server_credentials())
         await server.start()
         credentials = certificates.channel_credentials()
