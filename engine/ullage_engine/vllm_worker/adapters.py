@@ -99,6 +99,7 @@ def fetch_adapters(config: EngineConfig) -> None:
     """
     path = Path(config.adapters_file) if config.adapters_file else None
     present: set[str] = set()
+    logged: dict[str, str] = {}
     while True:
         with contextlib.suppress(ConfigError):  # the leader's server logs the error
             wanted = read_file(path, AdaptersFile).adapters if path else config.adapters
@@ -106,11 +107,20 @@ def fetch_adapters(config: EngineConfig) -> None:
                 try:
                     resolve_adapter(source)
                     present.add(source)
-                except WeightsError as error:
-                    log.error("%s", error)
+                except Exception as error:  # the thread must go on to fetch the others
+                    if logged.get(source) != str(error):
+                        logged[source] = str(error)
+                        _log_failure(source, error)
         if path is None and len(present) == len({each.source for each in config.adapters}):
             return
         time.sleep(_LOOK_S)
+
+
+def _log_failure(source: str, error: Exception) -> None:
+    if isinstance(error, WeightsError):
+        log.error("%s", error)
+    else:
+        log.error("the adapter %s cannot be fetched; retrying", source, exc_info=error)
 
 
 class Turns:

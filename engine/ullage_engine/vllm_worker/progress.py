@@ -1,11 +1,14 @@
 """A worker's startup progress, measured by the bytes that it has allocated or written."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.worker.loop import Report
+
+log = logging.getLogger("ullage.engine.vllm")
 
 _PROGRESS_S = 1.0
 """Seconds between two progress reports of the same stage."""
@@ -50,13 +53,14 @@ class StartProgress:
         ended = threading.Event()
 
         def look() -> None:
+            is_logged = False
             while not ended.wait(_PROGRESS_S):
-                with self._lock:
-                    used = self._used_bytes()
-                    if used > self._most and self._stage:
-                        self._most = used
-                        total = self._total or 1
-                        self._send(min(used - self._first, total - 1), total)
+                try:
+                    self._look()
+                except Exception:  # without reports, the server would take the worker for hung
+                    if not is_logged:
+                        log.exception("the progress of loading cannot be measured; retrying")
+                    is_logged = True
 
         thread = threading.Thread(target=look, name="loading", daemon=True)
         thread.start()
@@ -66,6 +70,14 @@ class StartProgress:
             ended.set()
             thread.join()
         self._end()
+
+    def _look(self) -> None:
+        with self._lock:
+            used = self._used_bytes()
+            if used > self._most and self._stage:
+                self._most = used
+                total = self._total or 1
+                self._send(min(used - self._first, total - 1), total)
 
     def _end(self) -> None:
         if self._stage:

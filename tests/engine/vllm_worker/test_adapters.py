@@ -8,7 +8,16 @@ import torch
 from safetensors.torch import save_file
 from ullage_testing.fake_vllm import FakeVllm
 
-from ullage_engine.vllm_worker.adapters import Adapters, Turns, num_slots, slot_bytes
+from ullage_common.config.engine import AdapterSection, EngineConfig, ModelSection
+from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.vllm_worker import adapters
+from ullage_engine.vllm_worker.adapters import (
+    Adapters,
+    Turns,
+    fetch_adapters,
+    num_slots,
+    slot_bytes,
+)
 
 NAMES = ("a", "b", "c", "d")
 
@@ -141,3 +150,34 @@ def test_one_that_a_former_worker_had_is_loaded_when_it_is_asked_for() -> None:
     assert core.loaded == []
     adapters.use("a", "")
     assert core.loaded == ["a"]
+
+
+def test_a_follower_fetches_adapters_after_any_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = [f"file://{tmp_path}/{name}" for name in ("a", "b")]
+    failures: list[Exception] = [
+        PermissionError("Permission denied"),
+        PermissionError("Permission denied"),
+        ValueError("unforeseen"),
+        WeightsError("not there"),
+    ]
+    fetched = []
+
+    def resolve(source: str) -> Path:
+        if source == sources[0] and failures:
+            raise failures.pop(0)
+        fetched.append(source)
+        return tmp_path
+
+    monkeypatch.setattr(adapters, "_LOOK_S", 0.001)
+    monkeypatch.setattr(adapters, "resolve_adapter", resolve)
+    sections = tuple(AdapterSection(name=each[-1], source=each, rank=8) for each in sources)
+    fetch_adapters(EngineConfig(model=ModelSection(source="m", name="m"), adapters=sections))
+
+    assert sorted(fetched) == sources
+    assert [each.message for each in caplog.records] == [
+        f"the adapter {sources[0]} cannot be fetched; retrying",
+        f"the adapter {sources[0]} cannot be fetched; retrying",
+        "not there",
+    ]
