@@ -91,12 +91,17 @@ class Alarms:
         self._is_closed = False
 
     def finish_at(self, at: float, future: "Future[None]") -> None:
-        """Complete a future at the given clock time, unless it has completed by then."""
+        """Complete a future at the given clock time, unless it has completed by then.
+
+        Raises:
+            RuntimeError: no thread can be started. There is no alarm then.
+        """
         with self._changed:
-            heapq.heappush(self._due, (at, next(self._numbers), future))
             if self._thread is None and not self._is_closed:
-                self._thread = threading.Thread(target=self._work, name="kv-alarms", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="kv-alarms", daemon=True)
+                thread.start()
+                self._thread = thread
+            heapq.heappush(self._due, (at, next(self._numbers), future))
             self._changed.notify()
 
     def close(self) -> None:

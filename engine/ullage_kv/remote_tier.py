@@ -297,8 +297,17 @@ class RemoteTier:
             if self._closing.is_set():
                 status = Status.UNAVAILABLE
             elif self._num_loads < MAX_LOADS:
-                self._num_loads += 1
-                return self._loads.submit(self._load, transfers, ends_at)
+                loaded = Future[list[Result]]()
+                try:
+                    self._loads.submit(self._load, transfers, ends_at, loaded)
+                except RuntimeError:  # no thread can be started, but one may have taken the load
+                    status = Status.UNAVAILABLE
+                    is_taken = not loaded.cancel()
+                else:
+                    is_taken = True
+                if is_taken:
+                    self._num_loads += 1
+                    return loaded
             else:
                 status = Status.BUSY
 
@@ -306,7 +315,12 @@ class RemoteTier:
         self._counter.loaded(results)
         return done(results)
 
-    def _load(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
+    def _load(
+        self, transfers: Sequence[Transfer], ends_at: float, loaded: "Future[list[Result]]"
+    ) -> None:
+        """Load blocks and complete `loaded`, unless it has been cancelled."""
+        if not loaded.set_running_or_notify_cancel():
+            return
         results = [MISS] * len(transfers)
         try:
             with self._counter.reading:
@@ -319,7 +333,7 @@ class RemoteTier:
             with self._lock:
                 self._num_loads -= 1
         self._counter.loaded(results)
-        return results
+        loaded.set_result(results)
 
     def _read(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
         """Read blocks from one peer at a time.

@@ -129,6 +129,27 @@ def test_a_pipe_that_cannot_be_opened_again_is_written_by_the_thread(
     assert written("pipe", tmp_path, *messages) == messages
 
 
+def test_lines_that_find_no_thread_are_written_with_the_next(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log_writer, "_unblocked", lambda fd: None)
+    reader, fd = os.pipe()
+    writer = LineWriter(fd)
+    writer.setFormatter(Lines())
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        writer.handle(record("a"))
+        writer.handle(record("b"))
+    writer.handle(record("c"))
+    writer.flush()
+    assert os.read(reader, 100).decode().splitlines() == ["a", "b", "c"]
+    assert capsys.readouterr().err == ""
+
+
 def test_a_reader_that_went_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     reader, fd = os.pipe()
     os.close(reader)

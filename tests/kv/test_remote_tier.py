@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ullage_testing.kv_peer import SPACE, KvPeer, LoopThread, bytes_of, keys_of,
 from ullage_testing.ports import free_port
 
 from ullage_kv import Arena, Block, Result, Status, Store, Transfer
-from ullage_kv.remote_tier import Hints, RemoteTier
+from ullage_kv.remote_tier import MAX_LOADS, Hints, RemoteTier
 from ullage_kv.service import KVStoreService
 from ullage_kv.tier import MAX_FAILURES
 
@@ -440,3 +441,23 @@ def test_a_name_that_no_dns_server_accepts_is_logged(
         until(lambda: len(tier.peers()) == 1)
     [record, *_] = [each for each in caplog.records if each.message == "cannot resolve"]
     assert vars(record)["target"] == "a..b:9000"
+
+
+def test_a_load_without_a_thread_fails_and_leaves_no_trace(
+    peer: KvPeer, start_tier: StartTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(1)
+    peer.put(keys)
+    tier = start_tier(peer.address)
+    tier.look(keys).result(60)
+    transfers = [Transfer(keys[0], memoryview(bytearray(SIZE)))]
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(MAX_LOADS + 1):
+            assert statuses(tier.load(transfers, 60).result(60)) == [Status.UNAVAILABLE]
+    assert tier.stats().queued == 0
+    assert statuses(tier.load(transfers, 60).result(60)) == [Status.HIT]

@@ -99,9 +99,15 @@ class LineWriter(logging.Handler):
             self._waiting.append(line)
             self._waiting_bytes += len(line)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, name="logs", daemon=True)
-                self._thread.start()
+                self._start_thread()
             self._changed.notify_all()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._write_all, name="logs", daemon=True)
+        # If no thread can be started now, the next line tries again.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._thread = thread
 
     def _write_all(self) -> None:
         """Write queued lines in an endless loop, as the body of the writer thread."""

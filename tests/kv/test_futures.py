@@ -1,0 +1,29 @@
+"""Alarms that complete futures in time."""
+
+import contextlib
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from ullage_kv.futures import Alarms
+
+ENOUGH_S = 20.0
+
+
+def test_an_alarm_without_a_thread_fails_and_the_next_one_starts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with contextlib.closing(Alarms(time.monotonic)) as alarms:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="thread"):
+                alarms.finish_at(0.0, Future())
+
+        future = Future[None]()
+        alarms.finish_at(0.0, future)
+        future.result(ENOUGH_S)
