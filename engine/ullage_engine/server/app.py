@@ -77,6 +77,8 @@ _FOR_EVERYBODY = frozenset(
 """Services that anyone may call. Probes and operators call them with small requests."""
 _LAST_MESSAGES_S = 1.0
 """Maximum time to wait for finished requests to send their last message, in seconds."""
+_RETRY_S = 5.0
+"""Seconds until a part of the server that has failed is started again."""
 
 ChooseLaunch = Callable[[ModelFiles], WorkerLaunch]
 """Function that returns how to start workers for a model's files.
@@ -162,9 +164,9 @@ class EngineApp:
             self._inference.set_tokenizer(tokenizer_bundle)
             kv = await self._open_tiers(launch)
             supervising = asyncio.create_task(self._supervisor.run(launch, kv))
-            following = asyncio.create_task(self._follow_health())
-            adapting = asyncio.create_task(self._keep_adapters())
-            watching = asyncio.create_task(self._watch_gpus())
+            following = asyncio.create_task(_retried(self._follow_health, "health reports"))
+            adapting = asyncio.create_task(_retried(self._keep_adapters, "adapters"))
+            watching = asyncio.create_task(_retried(self._watch_gpus, "the monitor of GPUs"))
             try:
                 await _first_of(stop.wait(), supervising)
                 if not supervising.done():
@@ -475,8 +477,8 @@ class EngineApp:
             self._on_boost,
             self._gpu_times,
         )
-        self._metrics.watch_gpus(monitor)
         monitor.start()
+        self._metrics.watch_gpus(monitor)
         try:
             await asyncio.Event().wait()
         finally:
@@ -544,6 +546,17 @@ def _bind(
 
 def _engine_lost(message: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.UNAVAILABLE, "WORKER_LOST", message, retry_after_s=5.0)
+
+
+async def _retried(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+    """Run `work` until it ends without an error. Log each error, and start it again."""
+    while True:
+        try:
+            await work()
+            return
+        except Exception:
+            log.exception("%s failed; retrying", name)
+        await asyncio.sleep(_RETRY_S)
 
 
 async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:

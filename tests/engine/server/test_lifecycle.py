@@ -25,6 +25,7 @@ from ullage_common.config.engine import EngineConfig, MemorySection
 from ullage_common.process.addresses import joined
 from ullage_common.wire.channels import open_channel
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.servers import Health
 from ullage_engine.server import app
 from ullage_engine.server.app import AppError
 from ullage_engine.server.restart_policy import RestartPolicy
@@ -162,6 +163,28 @@ def test_readiness_falls_with_the_worker_and_liveness_does_not(serve: Serve) -> 
             live.cancel()
 
     asyncio.run(scenario())
+
+
+def test_an_error_in_a_health_report_is_not_the_end_of_reports(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app, "_RETRY_S", 0.01)
+    set_live = Health.set_live
+    errors = [RuntimeError("unforeseen")]
+
+    def fail_once(health: Health, live: bool) -> None:
+        if errors:
+            raise errors.pop()
+        set_live(health, live)
+
+    async def scenario() -> None:
+        async with serve(ready=False, load_s=0.5) as engine:
+            monkeypatch.setattr(Health, "set_live", fail_once)
+            await becomes(engine, "readiness", SERVING)
+
+    asyncio.run(scenario())
+    assert not errors
+    assert "health reports failed; retrying" in caplog.text
 
 
 def test_liveness_falls_when_the_last_worker_of_the_budget_starts(serve: Serve) -> None:
