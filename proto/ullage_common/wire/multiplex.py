@@ -56,17 +56,22 @@ async def serve_multiplex(generate: Generate, context: Context) -> None:
     Raises:
         ServiceError: the stream exceeds its limits.
     """
+    # The metadata shows the router that the engine serves the method.
+    await context.send_initial_metadata(())
     stream = _Stream(generate)
     sending = asyncio.create_task(stream.send_all(context), name="multiplex sender")
+    receiving = asyncio.create_task(stream.take_all(context), name="multiplex receiver")
     try:
-        # The metadata shows the router that the engine serves the method.
-        await context.send_initial_metadata(())
-        while isinstance(request := await context.read(), pb.MultiplexRequest):
-            await stream.take(request)
+        # If the sender fails, no call can be answered any more, so the stream ends.
+        await asyncio.wait({receiving, sending}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (receiving, sending):
+            if task.done():
+                task.result()
     finally:
+        receiving.cancel()
         sending.cancel()
         await stream.close()
-        await asyncio.gather(sending, return_exceptions=True)
+        await asyncio.gather(receiving, sending, return_exceptions=True)
 
 
 class _Stream:
@@ -86,6 +91,15 @@ class _Stream:
         """The error of the latest refused ticket."""
         self._num_refused = 0
         """Number of calls with refused tickets since a call was last served."""
+
+    async def take_all(self, context: Context) -> None:
+        """Process messages until the router closes the stream.
+
+        Raises:
+            ServiceError: see `take`.
+        """
+        while isinstance(request := await context.read(), pb.MultiplexRequest):
+            await self.take(request)
 
     async def take(self, request: pb.MultiplexRequest) -> None:
         """Process a message: begin new calls, widen the windows of open calls, and cancel calls.

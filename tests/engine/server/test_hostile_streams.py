@@ -197,3 +197,35 @@ def test_calls_wait_while_nobody_reads_the_answers(monkeypatch: pytest.MonkeyPat
         assert stream.num_read == 200
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+class UnwritableStream(UnreadStream):
+    """A context of a stream that stays open, and whose writes fail."""
+
+    async def read(self) -> object:
+        if self.num_read:
+            await asyncio.Event().wait()
+        return await super().read()
+
+    async def write(self, answer: pb.MultiplexResponse) -> None:
+        raise RuntimeError("unforeseen")
+
+
+def test_a_stream_ends_whose_answers_cannot_be_sent() -> None:
+    """Its calls would wait for answers for ever."""
+    ended = []
+
+    async def answer(request: pb.GenerateRequest, context: Any) -> None:
+        try:
+            await context.write(pb.GenerateResponse())
+            await asyncio.Event().wait()
+        finally:
+            ended.append(request)
+
+    async def scenario() -> None:
+        stream: Any = UnwritableStream(num_messages=1, num_calls=3)
+        with pytest.raises(RuntimeError, match="unforeseen"):
+            await multiplex.serve_multiplex(answer, stream)
+        assert len(ended) == 3
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
