@@ -40,9 +40,15 @@ _REMEDIES = {
     "NoSuchBucket": "there is no such bucket; check the name, s3.endpoint and s3.region",
     "NoSuchKey": "the object is gone; name one that is there",
     "AccessDenied": "access is denied; allow s3:ListBucket and s3:GetObject to these credentials",
-    "InvalidAccessKeyId": "the access key is not known; check the Secret of s3.secretName",
-    "SignatureDoesNotMatch": "the secret key is wrong; check the Secret of s3.secretName",
-    "ExpiredToken": "the credentials have expired; renew those of s3.secretName",
+    "InvalidAccessKeyId": (
+        "the access key is not known; correct the Secret of s3.secretName, and restart the engines"
+    ),
+    "SignatureDoesNotMatch": (
+        "the secret key is wrong; correct the Secret of s3.secretName, and restart the engines"
+    ),
+    "ExpiredToken": (
+        "the credentials have expired; renew those of s3.secretName, and restart the engines"
+    ),
     "SlowDown": _BUSY,
     "TooManyRequests": _BUSY,
     "InternalError": "the store has failed; look at its log, and start again",
