@@ -203,8 +203,8 @@ class AdapterSet:
         """
         try:
             is_preparing = bool(self._read())
-        except ConfigError:  # `run` logs the error and reads the file again
-            is_preparing = True
+        except ConfigError:  # `run` logs it and reads the file again, which may never help
+            is_preparing = False
         self._engine_status.set_preparing(is_preparing)
 
     async def run(self) -> None:
