@@ -97,7 +97,7 @@ def new_probe_server() -> grpc.aio.Server:
     return new_server(RequestGuard(lambda method, metadata: None), small)
 
 
-class _HealthService(health_pb2_grpc.HealthServicer):
+class _HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # without stubs
     """The service grpc.health.v1.Health.
 
     Unlike the servicer of grpcio-health-checking, this one holds no lock while it writes. A client
