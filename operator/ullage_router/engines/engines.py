@@ -650,7 +650,8 @@ class Engines:
         """Invalidate the roster if the engine's state has changed."""
         if self._roster and not self._roster.is_right_about(engine):
             self._drop_roster()
-        if engine.headroom:
+        is_present = self._engines.get(engine.key) is engine  # a removed engine closes its stream
+        if is_present and engine.headroom:
             self._expected_outputs[engine] = engine.expected_output
 
     def on_load_change(self, engine: Engine) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+from ullage_testing.fake_engine import EXPECTED_OUTPUT
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import PoolSection
@@ -110,6 +111,28 @@ def test_engines_at_one_address_are_told_apart(start_service: "StartService") ->
                 others = [other for other in known.all() if other is not engine]
                 assert [engine.credit_bytes] + [o.credit_bytes for o in others] == [5, 0]
                 engine.release(credit)
+
+    asyncio.run(scenario())
+
+
+def test_the_output_that_a_canary_expected_is_forgotten_with_it(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "RESOLVE_INTERVAL_S", 0.02)
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as both:
+            stable, canary = both.engines
+            canary.push(expected_output_tokens=500)
+            pools = {"single": [stable.address]}
+            async with start_service(single=(), wait=False, pools=pools) as service:
+                known = service.router.service.engines
+                known.set_canary((PoolSection(name="single", targets=(canary.address,)),))
+                await service.until(lambda: known.expected_output == 500)
+                known.set_canary(())
+                await service.until(lambda: known.num_engines == 1)
+                await both.until(lambda: canary.streams == 1)  # that of the other router
+                assert known.expected_output == EXPECTED_OUTPUT
 
     asyncio.run(scenario())
 
