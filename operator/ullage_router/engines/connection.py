@@ -42,7 +42,8 @@ class EngineConnection:
         """Whether the engine turned out to use plaintext, if both plaintext and TLS are allowed."""
         self._previous: Multiplexer | None = None
         """The previous channel's stream, kept until the current channel's stream is open."""
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], tuple[grpc.aio.Channel, Multiplexer]] = {}
+        """Old channels with their streams, by the tasks that close them."""
         self._open_channel()
 
     def _open_channel(self) -> None:
@@ -115,8 +116,8 @@ class EngineConnection:
         self._on_replaced()
 
         retiring = asyncio.create_task(self._retire(channel, previous, grace_s))
-        self._retiring.add(retiring)
-        retiring.add_done_callback(self._retiring.discard)
+        self._retiring[retiring] = channel, previous
+        retiring.add_done_callback(self._retiring.pop)
 
     async def _retire(
         self, channel: grpc.aio.Channel, previous: Multiplexer, grace_s: float
@@ -128,11 +129,20 @@ class EngineConnection:
         if self._previous is previous:
             self._previous = None
             self._on_replaced()
-        await channel.close(grace_s)
-        await previous.close()
+        await previous.wait_for_end(grace_s)
+        await _close(channel, previous)
 
     async def close(self) -> None:
-        """Close the current channel and all old channels."""
-        await asyncio.gather(*self._retiring, return_exceptions=True)
-        await self._multiplexer.close()
-        await self._channel.close()
+        """Close the current channel and all old channels, which ends their answers."""
+        retiring = dict(self._retiring)
+        for task in retiring:
+            task.cancel()
+        await asyncio.gather(*retiring, return_exceptions=True)
+
+        for channel, multiplexer in (*retiring.values(), (self._channel, self._multiplexer)):
+            await _close(channel, multiplexer)
+
+
+async def _close(channel: grpc.aio.Channel, multiplexer: Multiplexer) -> None:
+    await multiplexer.close()
+    await channel.close()

@@ -101,6 +101,9 @@ class Engines:
         self._logged_values: dict[str, frozenset[str]] = {}
         """For each numerics setting that differed when last logged, the engines' values."""
 
+        self._closing: set[asyncio.Task[None]] = set()
+        """Tasks that close the connections of removed engines."""
+
         # Derived from the engines, for decisions
         self._roster: Roster | None = None
         """The cached roster, or None if engines were added or removed, or changed their state."""
@@ -130,7 +133,7 @@ class Engines:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._lookups.close()
-        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()), *self._closing)
 
     def all(self) -> list[Engine]:
         """Return all engines, in any state."""
@@ -705,7 +708,7 @@ class Engines:
         for engine in self._engines.values():
             if engine.side is Side.CANARY and engine.pool not in canary_pools:
                 engine.is_listed = False
-        await self._close_gone()
+        self._remove_gone()
 
     def _set_listed(self, side: Side, pool: str, addresses: set[str]) -> None:
         for engine in self._engines.values():
@@ -721,8 +724,8 @@ class Engines:
                 )
                 self._drop_roster()
 
-    async def _close_gone(self) -> None:
-        """Close engines that have left DNS, are silent and have no more requests."""
+    def _remove_gone(self) -> None:
+        """Remove engines that have left DNS, are silent and have no more requests."""
         for key, engine in list(self._engines.items()):
             if not engine.is_over:
                 continue
@@ -738,5 +741,7 @@ class Engines:
             self._missed += engine.order.missed
             self._lost[engine.side] += engine.order.workers_lost
 
-            await engine.close()
+            closing = asyncio.create_task(engine.close(), name=f"close {engine.address}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
             self._on_change()

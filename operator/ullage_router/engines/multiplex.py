@@ -110,11 +110,21 @@ class Multiplexer:
             self._task = asyncio.create_task(self._keep(), name=f"multiplex {self._address}")
 
     def retire(self) -> None:
-        """Stop accepting calls, and end the stream once the last running call has finished."""
+        """Stop accepting calls, and end the stream once the last running call has finished.
+
+        A stream that is not open yet is not opened any more.
+        """
         self._is_retired = True
         if self._stream:
             self._stream.retire()
             self._stream = None
+        elif self._task:
+            self._task.cancel()
+
+    async def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until the stream of a retired multiplexer has ended, for at most `timeout_s`."""
+        if self._task:
+            await asyncio.wait([self._task], timeout=timeout_s)
 
     async def open(self) -> None:
         """Wait until the stream is open or an attempt has failed, for at most OPENING_TIMEOUT_S."""
@@ -162,7 +172,11 @@ class Multiplexer:
 
     async def _open(self) -> "_Stream":
         call = self._stub.Multiplex(wait_for_ready=True)
-        await call.initial_metadata()
+        try:
+            await call.initial_metadata()
+        except asyncio.CancelledError:
+            call.cancel()  # it would wait for the engine as long as the channel is open
+            raise
         if call.done():
             self.is_missing = await call.code() is grpc.StatusCode.UNIMPLEMENTED
             raise StreamLost(await call.details())

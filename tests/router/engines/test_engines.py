@@ -209,6 +209,55 @@ def test_new_certificates_reach_an_engine_whose_stream_had_broken(
     asyncio.run(scenario())
 
 
+def test_an_unreachable_engine_with_an_old_channel_holds_up_nothing(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old channels have a grace period of minutes, which is for running answers alone."""
+    monkeypatch.setattr(engines, "RESOLVE_INTERVAL_S", 0.02)
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as both:
+            stable, canary = both.engines
+            pools = {"single": [stable.address]}
+            async with start_service(single=(), wait=False, pools=pools) as service:
+                known = service.router.service.engines
+                known.set_canary((PoolSection(name="single", targets=(canary.address,)),))
+                await service.until(lambda: [e.state for e in known.all()] == 2 * ["ready"])
+                await canary.stop()
+                lost = next(e for e in known.all() if e.side is Side.CANARY)
+                await service.until(lambda: lost.state != "ready")
+                known.reconnect(600.0)
+
+                known.set_canary(())
+                await service.until(lambda: known.num_engines == 1)
+                known.set_canary((PoolSection(name="single", targets=(canary.address,)),))
+                await service.until(lambda: known.num_engines == 2)
+                known.reconnect(600.0)
+                known.reconnect(600.0)
+                async with asyncio.timeout(20):
+                    await known.close()
+                tasks = {task.get_name() for task in asyncio.all_tasks()}
+                assert not [name for name in tasks if name.endswith(canary.address)]
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_on_an_old_channel_finishes(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            engine = service.engine
+            engine.script.hold = asyncio.Event()
+            asked = asyncio.create_task(service.complete())
+            await service.until(lambda: engine.active == 1)
+            service.router.service.engines.reconnect(600.0)
+            await service.until(lambda: engine.streams == 2)
+            engine.script.hold.set()
+            assert (await asked).json()["choices"][0]["text"] == "Hello big world"
+            await service.until(lambda: engine.streams == 1)
+
+    asyncio.run(scenario())
+
+
 def test_tokenizers_of_models_that_went_are_dropped(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:
