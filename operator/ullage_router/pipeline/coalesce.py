@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 import grpc
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from ullage_router.call import (
     ResponseStream,
     timed_out,
 )
+from ullage_router.policy.decision import Decision
 
 JOIN_S = 1.0
 """Minimum time in seconds for which other requests may join a generation without a first token."""
@@ -37,6 +38,11 @@ This is several times the size of a long answer.
 """
 MAX_UNREAD_BYTES = 64 << 10
 """Maximum number of bytes by which the engine may be ahead of the fastest reader."""
+
+EVENT_OVERHEAD_BYTES = 48
+"""Bytes that an event of a `FinishedAnswer` takes in addition to its serialized form."""
+OVERHEAD_BYTES = 2048
+"""Estimate of the bytes of a `FinishedAnswer` besides its messages, such as its decision."""
 
 
 def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
@@ -127,15 +133,12 @@ class SharedGeneration:
         call: the first request.
         window_s: seconds during which other requests may join after the first event.
         keeps_all: whether to keep all events, so that requests may join as long as there are
-            readers, and even after the generation has finished.
-
-    is_finished
-        whether the complete answer has been generated
+            readers, and `finished_answer` can return the answer at the end.
     """
 
     def __init__(self, call: Call, window_s: float, *, keeps_all: bool = False) -> None:
         self._keeps_all = keeps_all
-        self.is_finished = False
+        self._is_finished = False
         self._window_s = window_s
         self._longest_s = max(JOIN_S, window_s)
         self.call = replace(call, decisions=DecisionLog(call.decisions.latest))
@@ -173,13 +176,16 @@ class SharedGeneration:
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None
         if self._keeps_all:
-            return is_whole and (self.is_finished or bool(self._readers))
+            return is_whole and bool(self._readers)
         return is_whole and bool(self._readers) and self._age_s <= limit_s
 
-    @property
-    def size(self) -> int:
-        """Return the size of the kept events in bytes."""
-        return self._log_bytes
+    def finished_answer(self) -> "FinishedAnswer | None":
+        """Return the answer, or None unless the generation is complete and all events are kept."""
+        is_whole = not self._dropped and self.error is None
+        if self.accepted is None or not (self._is_finished and is_whole):
+            return None
+        request_id = self.leader.record.request_id
+        return FinishedAnswer(self.accepted, self._log, self.call.decisions.latest, request_id)
 
     @property
     def _age_s(self) -> float:
@@ -238,7 +244,7 @@ class SharedGeneration:
             answer = await start(self.call)
             try:
                 await self._follow(answer)
-                self.is_finished = True
+                self._is_finished = True
             finally:
                 answer.close()
         except Exception as error:  # every reader must get the error
@@ -313,12 +319,10 @@ class _Reader:
     async def events(self) -> AsyncGenerator[Event, None]:
         while True:
             event = await self._next()
-            if event.HasField("finished"):
-                self.output_tokens = event.finished.usage.completion_tokens
-                yield event
-                return
-            self.output_tokens += event.delta.num_tokens
+            self.output_tokens = _tokens_after(self.output_tokens, event)
             yield event
+            if event.HasField("finished"):
+                return
 
     def close(self) -> None:
         if not self._is_closed:
@@ -362,6 +366,67 @@ class _Reader:
         call = self._call
         leader = "" if generation.leader is call else generation.leader.record.request_id
         call.decisions.adopt(generation.call.decisions.latest, coalesced_with=leader)
+
+
+class FinishedAnswer:
+    """A complete answer that later requests may get, in the few bytes of its serialized events.
+
+    Args:
+        accepted: the engine's Accepted message.
+        events: the events of the answer.
+        decision: the decision about the request that generated the answer.
+        request_id: id of that request.
+
+    num_bytes
+        size of the answer in memory, in bytes
+    """
+
+    def __init__(
+        self,
+        accepted: inference_pb2.Accepted,
+        events: Iterable[Event],
+        decision: Decision,
+        request_id: str,
+    ) -> None:
+        self._accepted = accepted.SerializeToString()
+        # Messages from an engine share memory with all others that arrived together with them.
+        self._events = tuple(event.SerializeToString() for event in events)
+        self._decision = decision
+        self._request_id = request_id
+        size = len(self._accepted) + sum(map(len, self._events))
+        self.num_bytes = size + len(self._events) * EVENT_OVERHEAD_BYTES + OVERHEAD_BYTES
+
+    def read(self, call: Call) -> ResponseStream:
+        """Return the answer as a stream for another call."""
+        call.decisions.adopt(self._decision, coalesced_with=self._request_id)
+        accepted = inference_pb2.Accepted.FromString(self._accepted)
+        accepted.request_id = call.record.request_id
+        return _Replay(accepted, self._events)
+
+
+class _Replay:
+    """A stream of the events of a finished answer."""
+
+    def __init__(self, accepted: inference_pb2.Accepted, events: Iterable[bytes]) -> None:
+        self.accepted = accepted
+        self.output_tokens = 0
+        self._events = events
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        for serialized in self._events:
+            event = Event.FromString(serialized)
+            self.output_tokens = _tokens_after(self.output_tokens, event)
+            yield event
+
+    def close(self) -> None:
+        """Do nothing, since nothing is being generated."""
+
+
+def _tokens_after(output_tokens: int, event: Event) -> int:
+    """Return the number of an answer's tokens after an event, given the number before it."""
+    if event.HasField("finished"):
+        return event.finished.usage.completion_tokens
+    return output_tokens + event.delta.num_tokens
 
 
 def _too_slow() -> ServiceError:

@@ -19,7 +19,7 @@ from ullage_common.config.router import IdempotencySection
 from ullage_common.wire.errors import ServiceError
 from ullage_router.call import Call, Handler, ResponseStream
 from ullage_router.errors import KEY_REUSED
-from ullage_router.pipeline.coalesce import SharedGeneration, key_of
+from ullage_router.pipeline.coalesce import FinishedAnswer, SharedGeneration, key_of
 from ullage_router.pipeline.replace import checked_key
 
 HEADER = "idempotency-key"
@@ -28,17 +28,24 @@ _Name = tuple[str, str]
 """An answer's key: (tenant, idempotency key)."""
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """The first request with an idempotency key, and its answer."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Running:
+    """The first request with an idempotency key, while its answer is generated."""
 
     digest: bytes
     """Digest of the request, used to detect a different request with the same key."""
     generation: SharedGeneration
-    size: int = 0
-    """Size of the finished answer in bytes."""
-    expires: float = 0.0
-    """Time at which the finished answer expires."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Finished:
+    """The answer to the first request with an idempotency key."""
+
+    digest: bytes
+    """Digest of the request, used to detect a different request with the same key."""
+    answer: FinishedAnswer
+    expires: float
+    """Time at which the answer expires."""
 
 
 class IdempotencyKeys:
@@ -59,15 +66,15 @@ class IdempotencyKeys:
     ) -> None:
         self._section = section
         self._clock = clock
-        self._running: dict[_Name, _Entry] = {}
-        self._finished: OrderedDict[_Name, _Entry] = OrderedDict()
+        self._running: dict[_Name, _Running] = {}
+        self._finished: OrderedDict[_Name, _Finished] = OrderedDict()
         """Finished answers, in the order in which they will expire."""
         self._size = 0
         self.repeated = 0
 
     @property
     def size(self) -> int:
-        """Return the total size of the cached answers in bytes."""
+        """Return the total size of the cached answers in memory, in bytes."""
         return self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
@@ -82,10 +89,18 @@ class IdempotencyKeys:
         if not call.idempotency_key:
             return await proceed(call)
         name = (call.tenant.name, checked_key(HEADER, call.idempotency_key))
-        generation = self._find(name, call, proceed)
-        if generation.leader is not call:
-            call.end_turn()
-        reader = generation.join(call)
+        digest = key_of(call.request, str(call.is_streamed))
+        self._expire()
+        if finished := self._finished.get(name):
+            self._join(finished, digest, call)
+            return finished.answer.read(call)
+
+        running = self._running.get(name)
+        if running and running.generation.is_joinable:
+            self._join(running, digest, call)
+        else:
+            running = self._begin(name, digest, call, proceed)
+        reader = running.generation.join(call)
         try:
             await reader.begin()
         except BaseException:
@@ -93,34 +108,36 @@ class IdempotencyKeys:
             raise
         return reader
 
-    def _find(self, name: _Name, call: Call, proceed: Handler) -> SharedGeneration:
-        self._expire()
-        digest = key_of(call.request, str(call.is_streamed))
-        entry = self._running.get(name) or self._finished.get(name)
-        if entry and entry.generation.is_joinable:
-            if entry.digest != digest:
-                raise _reused(call.idempotency_key)
-            self.repeated += 1
-            return entry.generation
+    def _join(self, entry: _Running | _Finished, digest: bytes, call: Call) -> None:
+        """Count one more call that shares an answer.
 
-        own = _Entry(digest, SharedGeneration(call, 0.0, keeps_all=True))
+        Raises:
+            ServiceError: the key was used with a different request.
+        """
+        if entry.digest != digest:
+            raise _reused(call.idempotency_key)
+        self.repeated += 1
+        call.end_turn()
+
+    def _begin(self, name: _Name, digest: bytes, call: Call, proceed: Handler) -> _Running:
+        """Start to generate the answer to the first call with a key."""
+        own = _Running(digest, SharedGeneration(call, 0.0, keeps_all=True))
         self._running[name] = own
         own.generation.run(proceed, lambda: self._on_end(name, own))
-        return own.generation
+        return own
 
-    def _on_end(self, name: _Name, entry: _Entry) -> None:
-        if self._running.get(name) is not entry:
+    def _on_end(self, name: _Name, ended: _Running) -> None:
+        if self._running.get(name) is not ended:
             return
         del self._running[name]
 
-        generation = entry.generation
-        if not (generation.is_finished and generation.is_joinable):
+        answer = ended.generation.finished_answer()
+        if answer is None:
             return
 
-        entry.size = generation.size
-        entry.expires = self._clock() + self._section.ttl
-        self._finished[name] = entry
-        self._size += entry.size
+        expires = self._clock() + self._section.ttl
+        self._finished[name] = _Finished(ended.digest, answer, expires)
+        self._size += answer.num_bytes
         while self._size > self._section.max_bytes:
             self._drop_oldest()
 
@@ -131,7 +148,7 @@ class IdempotencyKeys:
 
     def _drop_oldest(self) -> None:
         _, entry = self._finished.popitem(last=False)
-        self._size -= entry.size
+        self._size -= entry.answer.num_bytes
 
 
 def _reused(key: str) -> ServiceError:

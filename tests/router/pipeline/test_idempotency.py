@@ -1,6 +1,10 @@
 """`Idempotency-Key`: the same request gets the same answer, another one is refused."""
 
 import asyncio
+import gc
+import tracemalloc
+import weakref
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +12,15 @@ import grpc
 import pytest
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.config.router import IdempotencySection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_router.call import Call, deadline_of
+from ullage_router.pipeline.idempotency import IdempotencyKeys
+from ullage_router.policy.decision import Decision
+from ullage_router.policy.quota import Quota
+from ullage_router.telemetry.record import RequestRecord
+from ullage_router.tenants.account import UNLIMITED, Account
+from ullage_router.tenants.session import TenantSession
 
 if TYPE_CHECKING:
     Service = Any
@@ -140,6 +152,84 @@ def test_what_is_kept_is_bounded(start_service: "StartService", bound: dict[str,
             for prompt in ("a", "b"):
                 assert (await ask(service, "k", prompt=prompt)).status_code == 200
             assert len(service.engine.requests) == 2
+
+    asyncio.run(scenario())
+
+
+class Words:
+    """An answer of many short events."""
+
+    output_tokens = 0
+
+    def __init__(self, request_id: str, count: int) -> None:
+        self.accepted = inference_pb2.Accepted(request_id=request_id, engine="single-0")
+        self._count = count
+
+    async def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        for i in range(self._count):
+            delta = inference_pb2.Delta(text=f" word{i}", num_tokens=1, token_ids=[i])
+            yield inference_pb2.GenerateResponse(delta=delta)
+        usage = inference_pb2.Usage(completion_tokens=self._count)
+        yield inference_pb2.GenerateResponse(finished=inference_pb2.Finished(usage=usage))
+
+    def close(self) -> None:
+        pass
+
+
+def call(number: int, release_body: Callable[[], None]) -> Call:
+    name = f"request-{number}"
+    request = inference_pb2.GenerateRequest(request_id=name, text="x" * 10_000)
+    session = TenantSession(Account("alice", UNLIMITED, Quota()))
+    record = RequestRecord(name)
+    return Call(
+        request,
+        record,
+        session,
+        deadline_of(request, record, 30.0, 30.0),
+        release_body=release_body,
+        idempotency_key=f"{number:064}",
+    )
+
+
+@pytest.mark.parametrize("words", [1, 300])
+def test_finished_answers_take_the_memory_that_is_counted(words: int) -> None:
+    count = 200
+    calls: list[weakref.ref[Callable[[], None]]] = []
+
+    async def generate(call: Call) -> Words:
+        trail = tuple(f"step{i}={call.record.request_id}" for i in range(8))
+        call.decisions.adopt(Decision(action="accept", pool="single", trail=trail))
+        return Words(call.record.request_id, words)
+
+    async def ask(keys: IdempotencyKeys, number: int) -> list[inference_pb2.GenerateResponse]:
+        def release() -> None:
+            pass
+
+        calls.append(weakref.ref(release))
+        answer = await keys.repeat(call(number, release), generate)
+        events = [event async for event in answer.events()]
+        answer.close()
+        assert answer.output_tokens == words
+        return events
+
+    async def scenario() -> None:
+        await ask(IdempotencyKeys(IdempotencySection(enabled=True)), 0)
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        keys = IdempotencyKeys(IdempotencySection(enabled=True))
+        for i in range(count):
+            await ask(keys, i)
+        calls.clear()
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert keys.size / 1.5 < after - before < keys.size * 1.2
+
+        assert len(await ask(keys, 0)) == words + 1
+        await ask(keys, count)
+        gc.collect()
+        assert [ref() for ref in calls] == [None, None], "requests must not be kept"
+        assert keys.repeated == 1
 
     asyncio.run(scenario())
 
