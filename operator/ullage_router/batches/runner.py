@@ -349,7 +349,7 @@ class BatchRunner:
         path = self._store.folder.data(batch.input_file_id)
         if batch.status == "validating":
             async with self._checking:
-                checker = await asyncio.to_thread(
+                checker = await self._store.on_disk(
                     check_file, path, batch.endpoint, self._limits.max_requests
                 )
             if checker.errors:
@@ -360,7 +360,7 @@ class BatchRunner:
             await self._enter(batch, "in_progress")
 
         async with self._turns[batch.tenant]:
-            index = await asyncio.to_thread(LineIndex, path)
+            index = await self._store.on_disk(LineIndex, path)
             answered = await self._answered(batch, outputs)
             await self._answer(batch, index, answered, outputs)
             await self._fail_the_rest(batch, index, outputs, "internal_error", _LOST)
@@ -371,7 +371,7 @@ class BatchRunner:
         The counts of the batch are set to the numbers of these lines.
         """
         completed, failed = [
-            set(await asyncio.to_thread(_numbers, file.path))
+            await self._store.on_disk(_numbers, file.path)
             for file in (outputs.answers, outputs.errors)
         ]
         batch.completed = len(completed)
@@ -400,7 +400,7 @@ class BatchRunner:
     async def _answer_line(
         self, batch: Batch, index: LineIndex, number: int, outputs: _Outputs
     ) -> None:
-        line = await asyncio.to_thread(index.read, number)
+        line = await self._store.on_disk(index.read, number)
         reply = await self._reply(batch, number, line)
         data = reply_line(batch.id, number, line.custom_id, reply)
         await self._append(batch, outputs.of(reply), data)
@@ -439,7 +439,7 @@ class BatchRunner:
         if batch.status == "validating":
             return
         path = self._store.folder.data(batch.input_file_id)
-        index = await asyncio.to_thread(LineIndex, path)
+        index = await self._store.on_disk(LineIndex, path)
         await self._fail_the_rest(batch, index, outputs, "batch_expired", _EXPIRED)
 
     async def _fail_the_rest(
@@ -450,7 +450,7 @@ class BatchRunner:
         rest = [number for number in range(len(index)) if number not in answered]
         for start in range(0, len(rest), MAX_LINES_AT_ONCE):
             numbers = rest[start : start + MAX_LINES_AT_ONCE]
-            lines = await asyncio.to_thread(_error_lines, batch.id, index, numbers, code, message)
+            lines = await self._store.on_disk(_error_lines, batch.id, index, numbers, code, message)
             await self._append(batch, outputs.errors, lines)
             batch.failed += len(numbers)
             self.ended["failed"] += len(numbers)
@@ -514,7 +514,7 @@ class BatchRunner:
     async def _write_latest(self, batch: Batch) -> None:
         async with self._writing[batch.id]:  # so that an older state is never written last
             data = msgspec.json.encode(batch)
-            await asyncio.to_thread(self._records.write, batch.id, data)
+            await self._store.on_disk(self._records.write, batch.id, data)
 
     async def _sweep(self) -> None:
         """Remove the batches that ended long ago, and the oldest if too many have ended."""
@@ -526,7 +526,7 @@ class BatchRunner:
             if self._batches.pop(batch.id, None) is None:
                 continue  # another sweep removed it meanwhile
             self._writing.pop(batch.id, None)
-            await asyncio.to_thread(self._records.remove, batch.id)
+            await self._store.on_disk(self._records.remove, batch.id)
 
 
 def surplus(ended: Iterable[Batch], most: int) -> Iterator[Batch]:
@@ -562,8 +562,8 @@ def wait_s(tries: int, retry_after_s: float | None) -> float:
     return max(retry_after_s or 0.0, backoff) * random.uniform(1.0, 1.25)
 
 
-def _numbers(path: Path | None) -> Iterable[int]:
-    return answered_numbers(path) if path else ()
+def _numbers(path: Path | None) -> set[int]:
+    return set(answered_numbers(path)) if path else set()
 
 
 def _error_lines(

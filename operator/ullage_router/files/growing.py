@@ -95,7 +95,7 @@ class GrowingFile:
                 self._is_counted = True
             catalog.take_bytes(self._tenant, len(lines))
             try:
-                await asyncio.to_thread(self._write, lines)
+                await self._store.on_disk(self._write, lines)
             except OSError as error:
                 catalog.return_bytes(self._tenant, len(lines))
                 raise file_store_failed(error) from error
@@ -104,7 +104,7 @@ class GrowingFile:
     async def _finish(self, file: StoredFile) -> None:
         async with self._lock:
             try:
-                await asyncio.to_thread(self._sync_and_describe, file)
+                await self._store.on_disk(self._sync_and_describe, file)
             except OSError as error:
                 raise file_store_failed(error) from error
             self._store.catalog.add(file)

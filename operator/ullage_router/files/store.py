@@ -7,8 +7,9 @@ import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
 
 from ullage_common.config.router import FilesSection
 from ullage_common.wire.errors import ServiceError
@@ -23,6 +24,7 @@ from ullage_router.files.catalog import FileCatalog, Order, Purpose, StoredFile
 from ullage_router.files.folder import FileFolder, LockedElsewhere, write_all
 from ullage_router.files.growing import GrowingFile
 from ullage_router.files.text_check import TextCheck
+from ullage_router.thread_pool import ThreadPool
 
 MAX_UPLOADS = 16
 """Maximum number of uploads at a time. One tenant gets at most half of them."""
@@ -34,6 +36,15 @@ RETRY_S = 1.0
 """Seconds between two attempts to open a store that another router uses or whose disk fails."""
 SWEEP_S = 60.0
 """Seconds between two searches for files that have expired."""
+FIRST_OPEN_S = 5.0
+"""Maximum seconds that the router's start waits for the folder."""
+DISK_THREADS = 8
+"""Threads that work on the disk.
+
+They are the store's own, so that a disk that hangs blocks nothing but the store.
+"""
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -136,10 +147,10 @@ class Upload:
             raise file_store_failed(error) from error
 
     async def _write_pieces(self) -> None:
-        await asyncio.to_thread(self._write, self._take_pieces())
+        await self._store.on_disk(self._write, self._take_pieces())
 
     async def _keep(self, file: StoredFile) -> None:
-        await asyncio.to_thread(self._write_and_keep, self._take_pieces(), file)
+        await self._store.on_disk(self._write_and_keep, self._take_pieces(), file)
         del self._store.uploads[self._name]
         self._store.catalog.add(file)
 
@@ -151,7 +162,7 @@ class Upload:
         if self._file:
             self._file.close()
         try:
-            await asyncio.to_thread(self._store.folder.discard_upload, self._name)
+            await self._store.on_disk(self._store.folder.discard_upload, self._name)
         except OSError as error:
             log.error("an upload was not removed", extra={"file": self._name, "reason": str(error)})
         del self._store.uploads[self._name]
@@ -201,16 +212,23 @@ class FileStore:
         self.uploads: dict[str, str] = {}
         self.is_open = False
         self._clock = clock
+        self._threads = ThreadPool(DISK_THREADS, "files")
         self._problem = "the router is starting"
         self._unfinished: dict[str, int] = {}
         """Bytes of the files that batches had begun when the last router stopped, by id."""
         self.resident: Resident | None = None
+        self._was_tried = asyncio.Event()
+        """Event that is set after the first attempt to open the store."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Open the store now, or as soon as its folder can be used."""
-        await self._try_to_open()
         self._task = asyncio.create_task(self._maintain(), name="files")
+        try:
+            async with asyncio.timeout(FIRST_OPEN_S):
+                await self._was_tried.wait()
+        except TimeoutError:
+            self._note_problem(f"{self.section.dir} does not respond")
 
     async def close(self) -> None:
         """Close the store, so that another router can use its folder."""
@@ -220,6 +238,15 @@ class FileStore:
         self.is_open = False
         self._problem = "this router is stopping"
         self.folder.close()
+        self._threads.close()
+
+    async def on_disk(self, work: Callable[..., T], *args: object) -> T:
+        """Call a function that blocks in one of the store's threads, and return its result.
+
+        Raises:
+            OSError: The disk failed, or no thread could be started (`NoThread`).
+        """
+        return await self._threads.start(partial(work, *args))
 
     def require_open(self) -> None:
         """Check that this router uses the folder.
@@ -295,11 +322,11 @@ class FileStore:
             ServiceError: The disk failed.
         """
         try:
-            data = await asyncio.to_thread(open, self.folder.data(file.id), "rb")
+            data: BinaryIO = await self.on_disk(open, self.folder.data(file.id), "rb")
         except OSError as error:
             raise file_store_failed(error) from error
         try:
-            while chunk := await asyncio.to_thread(data.read, READ_BYTES):
+            while chunk := await self.on_disk(data.read, READ_BYTES):
                 yield chunk
         except OSError as error:
             raise file_store_failed(error) from error
@@ -313,7 +340,7 @@ class FileStore:
             ServiceError: The disk failed, or the file was deleted meanwhile.
         """
         try:
-            return await asyncio.to_thread(self.folder.data(file.id).read_bytes)
+            return await self.on_disk(self.folder.data(file.id).read_bytes)
         except FileNotFoundError as error:
             raise unknown_file(file.id) from error
         except OSError as error:
@@ -353,7 +380,7 @@ class FileStore:
             ServiceError: The disk failed. The file is in the list again.
         """
         try:
-            await asyncio.to_thread(self.folder.remove, file.id)
+            await self.on_disk(self.folder.remove, file.id)
         except OSError as error:
             self.catalog.restore(file)
             log.error("a file was not removed", extra={"file": file.id, "reason": str(error)})
@@ -365,12 +392,13 @@ class FileStore:
                 await (self.sweep() if self.is_open else self._try_to_open())
             except Exception as error:  # the next turn may succeed
                 log.error("the store of files failed", exc_info=error)
+            self._was_tried.set()
             await asyncio.sleep(SWEEP_S if self.is_open else RETRY_S)
 
     async def _try_to_open(self) -> None:
         try:
-            await asyncio.to_thread(self.folder.open)
-            files, unfinished = await asyncio.to_thread(self._load)
+            await self.on_disk(self.folder.open)
+            files, unfinished = await self.on_disk(self._load)
         except LockedElsewhere:
             self._note_problem("another router uses its folder")
             return

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -104,6 +105,61 @@ def test_a_folder_that_cannot_be_made_is_named_until_it_can(tmp_path: Path) -> N
         async with asyncio.timeout(10):
             while not store.is_open:  # noqa: ASYNC110 - it tries once a second
                 await asyncio.sleep(0.05)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_disk_that_hangs_blocks_nothing_else(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        file = await put(store, b"x")
+        data = store.folder.data(file.id)
+        data.unlink()
+        os.mkfifo(data)  # whoever opens it waits for a writer
+        reads = [asyncio.create_task(store.read(file)) for _ in range(64)]
+        try:
+            await asyncio.sleep(0)
+            async with asyncio.timeout(20):
+                assert await asyncio.to_thread(lambda: "other work") == "other work"
+        finally:
+            for read in reads:
+                read.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
+            writer = os.open(data, os.O_RDWR)
+            data.unlink()
+            os.close(writer)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_disk_that_hangs_does_not_stop_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "FIRST_OPEN_S", 0.05)
+    responds = threading.Event()
+
+    async def scenario() -> None:
+        store = FileStore(section(tmp_path))
+        open_folder = store.folder.open
+
+        def hang() -> None:
+            assert responds.wait(30)
+            open_folder()
+
+        monkeypatch.setattr(store.folder, "open", hang)
+        try:
+            async with asyncio.timeout(20):
+                await store.start()
+            with pytest.raises(ServiceError, match="does not respond") as error:
+                await store.begin_upload("")
+            assert http_status(error.value) == 503
+        finally:
+            responds.set()
+        async with asyncio.timeout(20):
+            while not store.is_open:  # noqa: ASYNC110 - it opens by itself
+                await asyncio.sleep(0.01)
         await store.close()
 
     asyncio.run(scenario())
