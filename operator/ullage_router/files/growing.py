@@ -80,7 +80,7 @@ class GrowingFile:
     def close(self) -> None:
         """Close the file on the disk."""
         if self._file:
-            self._file.close()
+            self._store.close_soon(self._file, self._name)
             self._file = None
         if self._is_counted and not self._num_bytes:  # the disk took no line
             self._store.catalog.give_back(self._tenant, 0)

@@ -24,7 +24,7 @@ from ullage_router.files.catalog import FileCatalog, Order, Purpose, StoredFile
 from ullage_router.files.folder import FileFolder, LockedElsewhere, write_all
 from ullage_router.files.growing import GrowingFile
 from ullage_router.files.text_check import TextCheck
-from ullage_router.thread_pool import ThreadPool
+from ullage_router.thread_pool import NoThread, ThreadPool
 
 MAX_UPLOADS = 16
 """Maximum number of uploads at a time. One tenant gets at most half of them."""
@@ -159,14 +159,13 @@ class Upload:
             await asyncio.gather(self._running, return_exceptions=True)
         if self._name not in self._store.uploads:
             return
-        if self._file:
-            self._file.close()
         try:
-            await self._store.on_disk(self._store.folder.discard_upload, self._name)
+            await self._store.on_disk(self._close_and_remove)
         except OSError as error:
             log.error("an upload was not removed", extra={"file": self._name, "reason": str(error)})
-        del self._store.uploads[self._name]
-        self._store.catalog.give_back(self._tenant, self.num_bytes)
+        finally:
+            del self._store.uploads[self._name]
+            self._store.catalog.give_back(self._tenant, self.num_bytes)
 
     def _take_pieces(self) -> bytes:
         data = b"".join(self._pieces)
@@ -187,6 +186,13 @@ class Upload:
         os.fsync(written.fileno())
         written.close()
         self._store.folder.keep_upload(file)
+
+    def _close_and_remove(self) -> None:
+        try:
+            if self._file:
+                self._file.close()
+        finally:
+            self._store.folder.discard_upload(self._name)
 
 
 class FileStore:
@@ -256,6 +262,20 @@ class FileStore:
         """
         if not self.is_open:
             raise file_store_closed(self._problem)
+
+    def close_soon(self, data: BinaryIO, name: str) -> None:
+        """Close a file in one of the store's threads, for a caller that cannot wait."""
+
+        def close() -> None:
+            try:
+                data.close()
+            except OSError as error:  # a network disk may refuse the last bytes as late as here
+                log.error("a file was not closed", extra={"file": name, "reason": str(error)})
+
+        try:
+            self._threads.start(close)
+        except NoThread:
+            close()
 
     async def begin_upload(self, tenant: str) -> Upload:
         """Begin a file of a tenant.
@@ -331,7 +351,7 @@ class FileStore:
         except OSError as error:
             raise file_store_failed(error) from error
         finally:
-            data.close()
+            self.close_soon(data, file.id)
 
     async def read(self, file: StoredFile) -> bytes:
         """Return the bytes of a file.

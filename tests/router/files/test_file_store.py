@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import io
 import json
 import os
 import tempfile
@@ -363,6 +364,59 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, call: str) -> None:
         store.folder = whole
         await put(store, b"more")
         assert await store.read(file) == b"kept"
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+class FullAtClose(io.FileIO):
+    """A file of a network disk, which refuses the bytes when the file is closed."""
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_disk_that_is_full_at_the_end_takes_no_place_of_an_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_finished: bool
+) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        uploads = tmp_path / "uploads"
+        monkeypatch.setattr(
+            store.folder, "new_upload", lambda name: FullAtClose(uploads / f"{name}.data", "xb")
+        )
+        for _ in range(store_module.MAX_UPLOADS + 1):
+            upload = await store.begin_upload("")
+            upload.begin("notes.txt")
+            await upload.write(b"x" * 300_000)
+            if is_finished:
+                with pytest.raises(ServiceError, match="is full, and nothing was stored"):
+                    await upload.finish("user_data", 3600)
+            await upload.abort()
+        assert (store.catalog.num_bytes, store.catalog.num_files, store.uploads) == (0, 0, {})
+        assert list(uploads.iterdir()) == []
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_a_growing_file_countable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        data = store.folder.data("file-1")
+        monkeypatch.setattr(store.folder, "open_growing", lambda _: FullAtClose(data, "ab"))
+        growing = store.growing("", "file-1")
+        await growing.append(b"line\n")
+        growing.close()
+        async with asyncio.timeout(20):
+            while "a file was not closed" not in caplog.messages:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (store.catalog.num_bytes, store.catalog.num_files) == (5, 1)
         await store.close()
 
     asyncio.run(scenario())
