@@ -498,6 +498,17 @@ def texts_full() -> ServiceError:
     )
 
 
+def no_thread(cause: OSError) -> ServiceError:
+    """Return the error for work that needs a thread while none can be started."""
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "NO_THREAD",
+        f"the router cannot start a thread ({cause.strerror}); retry, or allow its container more "
+        "processes",
+        retry_after_s=_soon_s(),
+    )
+
+
 def vectors_full() -> ServiceError:
     """Return the error for embeddings that cannot be returned because memory is scarce."""
     return ServiceError(

@@ -9,9 +9,11 @@ native parsers hold the GIL. The size of the texts that they parse is therefore 
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
+
+from ullage_router.errors import no_thread
+from ullage_router.thread_pool import NoThread, ThreadPool
 
 INLINE_BYTES = 16 << 10
 """Maximum size in bytes of a body that is handled on the event loop, in about a millisecond."""
@@ -28,7 +30,7 @@ class IntakeThread:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="intake")
+        self._threads = ThreadPool(1, "intake")
         self._waiting: OrderedDict[str, deque[_Work]] = OrderedDict()
         """Pending work by tenant, starting with the tenant whose turn is next."""
         self._is_running = False
@@ -42,6 +44,9 @@ class IntakeThread:
             num_bytes: size of the body that `work` handles.
             tenant: the tenant for which the work is done.
             work: the function to run.
+
+        Raises:
+            ServiceError: the thread cannot be started.
         """
         if num_bytes <= INLINE_BYTES:
             return work()
@@ -58,7 +63,7 @@ class IntakeThread:
 
     def close(self) -> None:
         """Stop the thread after the current function, and drop all pending work."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _start_next(self) -> None:
         while self._waiting and not self._is_running:
@@ -69,8 +74,12 @@ class IntakeThread:
             if done.cancelled():
                 continue
 
+            try:
+                running = self._threads.start(work)
+            except NoThread as error:
+                done.set_exception(no_thread(error))
+                continue
             self._is_running = True
-            running = asyncio.get_running_loop().run_in_executor(self._pool, work)
             running.add_done_callback(partial(self._on_end, done))
 
     def _on_end(self, done: "asyncio.Future[Any]", ended: "asyncio.Future[Any]") -> None:

@@ -11,11 +11,11 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from ullage_router.errors import texts_full
+from ullage_router.errors import no_thread, texts_full
+from ullage_router.thread_pool import NoThread, ThreadPool
 
 INLINE_CHARACTERS = 4096
 """Maximum characters of a text processed on the event loop, which takes about a millisecond."""
@@ -43,7 +43,7 @@ class TokenizerThreads:
     """Processes long texts outside the event loop, since the tokenizer releases the GIL."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._threads = ThreadPool(2, "tokenizer")
         self._short: list[_Job] = []
         """Heap of jobs with short texts. Some may no longer be waiting."""
         self._long: list[_Job] = []
@@ -77,7 +77,7 @@ class TokenizerThreads:
             tenant: the tenant to which the work is charged.
 
         Raises:
-            ServiceError: too many texts are waiting.
+            ServiceError: too many texts are waiting, or no thread can be started.
         """
         if num_characters <= INLINE_CHARACTERS:
             return work()
@@ -92,7 +92,7 @@ class TokenizerThreads:
         """Cancel all waiting jobs, and shut down the thread pool."""
         for job in (*self._short, *self._long):
             job.future.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _add(self, size: int, work: Callable[[], Any], tenant: str) -> _Job:
         own = self._sizes[tenant]
@@ -126,10 +126,15 @@ class TokenizerThreads:
             work = job.work
             self._leave_queue(job)
             self._pass_time(job.start)
+            try:
+                running = self._threads.start(work)
+            except NoThread as error:
+                if not job.future.done():
+                    job.future.set_exception(no_thread(error))
+                continue
             self._num_running += 1
             is_long = job.size >= LONG_CHARACTERS
             self._is_long_running = self._is_long_running or is_long
-            running = asyncio.get_running_loop().run_in_executor(self._pool, work)
             running.add_done_callback(lambda done, job=job: self._end_job(job, done))  # type: ignore[misc]
 
     def _pass_time(self, start: float) -> None:

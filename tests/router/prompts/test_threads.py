@@ -176,3 +176,24 @@ async def test_an_error_is_the_callers(threads: TokenizerThreads) -> None:
     with pytest.raises(ValueError, match="no"):
         await threads.run(SHORT, fail)
     assert await threads.run(SHORT, lambda: 1) == 1
+
+
+async def test_a_text_for_which_there_is_no_thread_is_refused_and_later_ones_are_not(
+    threads: TokenizerThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", fail)
+        for size in (SHORT, LONG_CHARACTERS, SHORT, LONG_CHARACTERS):
+            with pytest.raises(ServiceError, match="can't start new thread") as refused:
+                await threads.run(size, lambda: done.append("refused"), "a")
+            assert refused.value.reason == "NO_THREAD"
+    assert threads.waiting_characters == 0
+    async with asyncio.timeout(20):
+        for size in (SHORT, LONG_CHARACTERS):
+            await threads.run(size, lambda: done.append("run"), "b")
+    assert done == ["run", "run"]

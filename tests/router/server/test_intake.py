@@ -5,6 +5,8 @@ import threading
 
 import pytest
 
+from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import http_status
 from ullage_router.intake import INLINE_BYTES, IntakeThread
 
 LONG = INLINE_BYTES + 1
@@ -71,6 +73,31 @@ def test_an_error_is_its_own_and_a_client_that_went_is_skipped() -> None:
             await fails
         assert gone.cancelled() or gone.done()
         assert done == ["last"]
+        intake.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_body_for_which_there_is_no_thread_is_refused_and_later_ones_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        intake = IntakeThread()
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", fail)
+            for tenant in ("a", "b"):
+                with pytest.raises(ServiceError, match="can't start new thread") as error:
+                    await intake.run(LONG, tenant, lambda: done.append("refused"))
+                assert http_status(error.value) == 503
+                assert error.value.retry_after_s
+        async with asyncio.timeout(20):
+            await intake.run(LONG, "a", lambda: done.append("read"))
+        assert done == ["read"]
         intake.close()
 
     asyncio.run(scenario())
