@@ -69,7 +69,11 @@ class PoolLookups:
             del self._running[side, pool]
             if (side, pool) not in self._wanted():  # a canary that has ended
                 continue
-            addresses, is_complete = await lookup
+            try:
+                addresses, is_complete = await lookup
+            except Exception:  # one pool's failure must not hide the engines of others
+                log.exception("cannot resolve", extra={"pool": pool.name})
+                continue
             yield PoolAddresses(side, pool.name, addresses, is_complete)
 
     async def close(self) -> None:
@@ -103,9 +107,12 @@ async def resolve(target: str) -> set[str] | None:
     loop = asyncio.get_running_loop()
     try:
         records = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        if error.errno in NO_RECORDS:
+    except OSError as error:
+        if isinstance(error, socket.gaierror) and error.errno in NO_RECORDS:
             return set()
         log.warning("cannot resolve", extra={"target": target, "reason": error.strerror})
+        return None
+    except UnicodeError as error:  # such as an empty label, or one of more than 63 characters
+        log.error("cannot resolve", extra={"target": target, "reason": str(error)})
         return None
     return by_best_family(records, port)

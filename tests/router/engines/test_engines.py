@@ -32,6 +32,53 @@ def test_resolving() -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("a..b:9000", "label"),
+        (f"{'x' * 64}.example:9000", "label"),
+        ("engine:9000", "failed"),
+    ],
+)
+def test_a_target_that_cannot_be_looked_up_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    target: str,
+    reason: str,
+) -> None:
+    look_up = socket.getaddrinfo
+
+    def fail_for_engine(host: Any, *args: Any, **more: Any) -> Any:
+        if host == "engine":
+            raise OSError(5, "failed")  # of EAI_SYSTEM
+        return look_up(host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail_for_engine)
+    assert asyncio.run(resolve(target)) is None
+    [record] = [each for each in caplog.records if each.message == "cannot resolve"]
+    assert vars(record)["target"] == target
+    assert reason in vars(record)["reason"]
+
+
+def test_gone_engines_are_removed_though_another_pool_cannot_be_looked_up(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "RESOLVE_INTERVAL_S", 0.02)
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            pools = {"single": ["no..label:9000"]}
+            async with start_service(single=(), wait=False, pools=pools) as late:
+                known = late.router.service.engines
+                target = service.engine.address
+                known.set_canary((PoolSection(name="single", targets=(target,)),))
+                await late.until(lambda: [e.state for e in known.all()] == ["ready"])
+                known.set_canary(())
+                await late.until(lambda: known.num_engines == 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
     ("families", "expected"),
     [
         ({socket.AF_INET6: ["fd00::1", "fd00::2"]}, {"[fd00::1]:9000", "[fd00::2]:9000"}),
