@@ -24,6 +24,7 @@ from ullage_common.process.memory import return_large_blocks
 from ullage_common.process.stacks import dump_loop_on_signal
 from ullage_common.wire.request_guard import RequestGuard
 from ullage_common.wire.servers import NARROW_WINDOWS, Health, bind, new_probe_server, new_server
+from ullage_router.background import failures_logged
 from ullage_router.grpc import CallGate, InferenceServicer
 from ullage_router.http.app import App
 from ullage_router.http.batches.sender import BatchSender
@@ -189,7 +190,8 @@ class Router:
 
     async def _keep_readiness(self) -> None:
         while True:
-            self._health.set_ready(self.service.is_ready)
+            with failures_logged("readiness"):
+                self._health.set_ready(self.service.is_ready)
             await asyncio.sleep(READY_INTERVAL_S)
 
 

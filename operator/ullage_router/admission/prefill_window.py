@@ -99,10 +99,10 @@ class PrefillWindow:
     def _close(self, pool: str) -> None:
         """Close a pool's window, and rebalance its requests if none of their engines was lost."""
         reservations = self._open.pop(pool)
-        keys = {key for reservation in reservations for key in reservation.choices}
-        engines_by_key = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
-        engines = {k: e for k, e in engines_by_key.items() if e.standing is EngineState.USABLE}
         try:
+            keys = {key for reservation in reservations for key in reservation.choices}
+            known = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
+            engines = {k: e for k, e in known.items() if e.standing is EngineState.USABLE}
             if all(reservation.engine.key in engines for reservation in reservations):
                 self._move(reservations, engines)
         finally:  # no request may wait forever, even after an error

@@ -288,7 +288,7 @@ class BatchRunner:
             if batch.status in ("validating", "in_progress"):
                 await self._work_safely(batch, outputs)
             if not batch.has_ended:
-                await self._finalize(batch, outputs)
+                await self._finalize_safely(batch, outputs)
         finally:
             outputs.close()
         log.info(
@@ -307,6 +307,14 @@ class BatchRunner:
             await self._work_in_time(batch, outputs)
         except Exception as error:
             _note_failure(batch, error)
+
+    async def _finalize_safely(self, batch: Batch, outputs: _Outputs) -> None:
+        """Complete the output files, and end the batch. If the router is at fault, it fails."""
+        try:
+            await self._finalize(batch, outputs)
+        except Exception as error:
+            _note_failure(batch, error)
+            await self._enter(batch, "failed")
 
     async def _work_in_time(self, batch: Batch, outputs: _Outputs) -> None:
         """Answer the requests of a batch, until they are answered, cancelled or too late."""

@@ -18,6 +18,7 @@ from ullage_common.wire import memory_profile
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint, adapter_key, with_adapter
 from ullage_common.wire.request_fields import known_fields, unknown_fields
+from ullage_router.background import failures_logged
 from ullage_router.engines.connection import EngineConnection
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
 from ullage_router.engines.multiplex import ConnectionBroken, Metadata
@@ -558,9 +559,10 @@ class Engine:
 
             self._is_connected = False
             self.lost_unix = time.time()
-            self._on_state_change()
-            self._owner.on_loss(self)
-            self._owner.on_change()
+            with failures_logged("report the loss of an engine"):
+                self._on_state_change()
+                self._owner.on_loss(self)
+                self._owner.on_change()
 
             backoff_s = FIRST_BACKOFF_S if self.reports != before else 2 * backoff_s
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))

@@ -21,6 +21,7 @@ from ullage_common.wire.fingerprint import (
     num_kinds,
 )
 from ullage_common.wire.request_fields import known_fields, router_fields, set_fields
+from ullage_router.background import failures_logged
 from ullage_router.engines.discovery import PoolLookups
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.model_cache import ModelCache
@@ -683,11 +684,10 @@ class Engines:
 
     async def _keep_resolving(self) -> None:
         while True:
-            try:
+            with failures_logged("look for engines"):
                 await self._resolve()
-            except Exception:  # one failure must not end the search for engines
-                log.exception("cannot look for engines; trying again")
-            self.on_numerics_change()  # engines may have come or gone
+            with failures_logged("compare numerics"):
+                self.on_numerics_change()  # engines may have come or gone
             self._resolved.set()
 
             with contextlib.suppress(TimeoutError):

@@ -18,6 +18,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import StreamingSection
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.flow_control import merge_deltas
+from ullage_router.background import failures_logged
 
 WHOLE_WINDOW_S = 0.1
 """Maximum seconds that tokens of a non-streamed answer are held back to coalesce them."""
@@ -302,8 +303,9 @@ class StreamWatchdog:
         now = asyncio.get_running_loop().time()
         # If this process itself was paused, the reports of that time are not yet read.
         if now - planned <= CHECK_INTERVAL_S:
-            _end_all(self._patient, self._loss)
-            _end_all(self._impatient, lambda: self._loss() or self._delay())
+            with failures_logged("end streams of a lost engine"):
+                _end_all(self._patient, self._loss)
+                _end_all(self._impatient, lambda: self._loss() or self._delay())
         if self._patient or self._impatient:
             self._arm()
 

@@ -191,8 +191,8 @@ class Multiplexer:
         """
         self._stream = None if self._is_retired else stream
         self._tried.set()
-        self._on_change()
         try:
+            self._on_change()
             await stream.run()
         finally:
             self._stream = None

@@ -13,6 +13,7 @@ from typing import BinaryIO, Protocol, TypeVar
 
 from ullage_common.config.router import FilesSection
 from ullage_common.wire.errors import ServiceError
+from ullage_router.background import failures_logged
 from ullage_router.errors import (
     file_store_closed,
     file_store_failed,
@@ -408,10 +409,8 @@ class FileStore:
 
     async def _maintain(self) -> None:
         while True:
-            try:
+            with failures_logged("maintain the store of files"):
                 await (self.sweep() if self.is_open else self._try_to_open())
-            except Exception as error:  # the next turn may succeed
-                log.error("the store of files failed", exc_info=error)
             self._was_tried.set()
             await asyncio.sleep(SWEEP_S if self.is_open else RETRY_S)
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import uvicorn
 
+from ullage_router.background import failures_logged
 from ullage_router.http.connection import ConnectionState, HTTPConnection
 from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.messages import Reply, Request, asgi
@@ -128,11 +129,13 @@ class HTTPServer:
     async def _keep_time(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._tick()
+            with failures_logged("http clock"):
+                self._tick()
 
     def _tick(self) -> None:
         date = email.utils.formatdate(time.time(), usegmt=True)
         self._state.default_headers = [(b"date", date.encode())]
         now = asyncio.get_running_loop().time()
         for connection in self._connections:
-            connection.tick(now)
+            with failures_logged("time limits of a connection"):
+                connection.tick(now)

@@ -249,6 +249,9 @@ class SharedGeneration:
                 answer.close()
         except Exception as error:  # every reader must get the error
             self.error = error
+        except asyncio.CancelledError:  # raised by `start`, too, if it waits for a cancelled task
+            self.error = RuntimeError("it was cancelled")
+            raise
         finally:
             on_end()
             self.notify()

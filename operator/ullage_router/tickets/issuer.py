@@ -19,6 +19,7 @@ from ullage_common.wire.limits import MAX_PRIORITY, MAX_SAMPLES, MAX_SESSION_ID_
 from ullage_router import errors
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
+from ullage_router.background import failures_logged
 from ullage_router.call import num_samples
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
@@ -276,7 +277,8 @@ class TicketIssuer:
     async def _keep_sweeping(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
-            self._book.sweep()
+            with failures_logged("sweep picks"):
+                self._book.sweep()
 
     def _enabled(self) -> TicketSigner:
         if self._signer is None:

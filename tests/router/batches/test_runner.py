@@ -21,6 +21,7 @@ from ullage_router.batches.records import BatchRecords
 from ullage_router.batches.runner import BatchRunner, surplus
 from ullage_router.errors import http_status
 from ullage_router.files.catalog import StoredFile
+from ullage_router.files.growing import GrowingFile
 from ullage_router.files.store import FileStore
 
 CHAT = "/v1/chat/completions"
@@ -336,5 +337,26 @@ def test_a_request_that_is_lost_gets_an_error(tmp_path: Path) -> None:
             assert sorted(each["custom_id"] for each in answers) == ["a", "c"]
             [lost] = stored(store, batch.error_name)
             assert (lost["custom_id"], lost["error"]["code"]) == ("b", "internal_error")
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_at_the_end_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any) -> bool:
+        raise ValueError("a bug")
+
+    async def scenario() -> None:
+        async with running(tmp_path) as (store, runner):
+            with monkeypatch.context() as broken:
+                broken.setattr(GrowingFile, "finish", fail)
+                batch = await create(store, runner, lines("a"))
+                await ended(batch)
+            assert batch.status == "failed"
+            assert [error.code for error in batch.errors] == ["internal_error"]
+            await store.delete("", batch.input_file_id)
+
+            later = await create(store, runner, lines("a"))
+            await ended(later)
+            assert later.status == "completed"
 
     asyncio.run(scenario())

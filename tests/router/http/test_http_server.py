@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import contextlib
+import email.utils
 import gc
 import itertools
 import re
@@ -18,6 +19,7 @@ from ullage_testing.loop_watch import watched_loop
 
 from ullage_common.process.addresses import listen
 from ullage_common.wire.errors import ServiceError
+from ullage_router.http import server as server_module
 from ullage_router.http.connection import STARTED_PER_TURN, ConnectionState, HTTPConnection
 from ullage_router.http.limits import BodyRoom, HTTPLimits
 from ullage_router.http.messages import Reply, Request
@@ -820,3 +822,38 @@ def test_a_burst_is_begun_in_order_and_over_several_turns() -> None:
         assert max(b - a for a, b in itertools.pairwise(sizes)) <= STARTED_PER_TURN
 
     asyncio.run(scenario())
+
+
+def test_time_limits_hold_after_a_failure(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One failing connection does not keep others open, nor does the clock stop."""
+    monkeypatch.setattr(server_module, "TICK_S", 0.02)
+    tick = HTTPConnection.tick
+    broken: list[HTTPConnection] = []
+    format_date = email.utils.formatdate
+    failures = iter(range(3))
+
+    def fail_for_first(self: HTTPConnection, now: float) -> None:
+        if not broken:
+            broken.append(self)
+        if self is broken[0]:
+            raise RuntimeError("a bug")
+        tick(self, now)
+
+    def fail_first(*args: Any, **more: Any) -> str:
+        if next(failures, None) is not None:
+            raise RuntimeError("a bug")
+        return format_date(*args, **more)
+
+    async def scenario(_: HTTPServer, echo: Echo, connect: Connect) -> None:
+        monkeypatch.setattr(HTTPConnection, "tick", fail_for_first)
+        monkeypatch.setattr(email.utils, "formatdate", fail_first)
+        await connect()
+        async with asyncio.timeout(WAIT_S):
+            while not broken:  # noqa: ASYNC110 - the clock belongs to the server
+                await asyncio.sleep(0.01)
+        others = [await connect() for _ in range(3)]
+        await asyncio.gather(*[other.rest() for other in others])
+
+    run(scenario, SMALL)

@@ -542,3 +542,27 @@ def test_a_request_is_counted_out_though_its_answer_cannot_be_closed() -> None:
         assert pipeline.inflight == 0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_generation_that_is_cancelled_ends_its_readers(has_begun: bool) -> None:
+    """As by gRPC, whose calls are cancelled by the other side with the same exception."""
+
+    class Cancelled(Told):
+        async def events(self) -> AsyncGenerator[Event, None]:
+            yield word("one ")
+            raise asyncio.CancelledError
+
+    async def start(call: Call) -> Told:
+        if not has_begun:
+            raise asyncio.CancelledError
+        return Cancelled(Source())
+
+    async def scenario() -> None:
+        shared = coalescer()
+        async with asyncio.timeout(20):
+            with pytest.raises(RuntimeError, match="the shared generation failed"):
+                await texts(await shared.share(call("a"), start))
+        assert len(shared) == 0
+
+    asyncio.run(scenario())
