@@ -425,6 +425,10 @@ class FileStore:
             self.folder.close()
             self._note_problem(f"{self.section.dir}: {error.strerror}")
             return
+        except Exception as error:
+            self.folder.close()  # or the next attempt would take its own lock for another router's
+            self._note_problem(f"{self.section.dir}: {error!r}")
+            raise
         for file in files:
             self.catalog.restore(file)
         for name, tenant in unfinished.items():

@@ -264,6 +264,29 @@ def test_a_file_that_is_in_use_since_the_sweep_began_stays(
     asyncio.run(scenario())
 
 
+def test_a_bug_while_the_folder_is_read_keeps_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "RETRY_S", 0.01)
+
+    def fail(*_: object) -> None:
+        raise ValueError("a bug")
+
+    async def scenario() -> None:
+        store = FileStore(section(tmp_path))
+        with monkeypatch.context() as broken:
+            broken.setattr(store.folder, "load", fail)
+            await store.start()
+            with pytest.raises(ServiceError, match="a bug"):
+                await store.begin_upload("")
+        async with asyncio.timeout(20):
+            while not store.is_open:  # noqa: ASYNC110 - it opens by itself
+                await asyncio.sleep(0.01)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_sweep_that_fails_is_not_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
