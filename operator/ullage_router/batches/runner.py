@@ -42,6 +42,8 @@ DISK_WAIT_S = 2.0
 """Seconds after which a write is tried again, if the store was full or its disk failed."""
 MAX_KEPT = 1000
 """Maximum number of batches that have ended and are kept. One tenant gets at most half of this."""
+CLOSE_S = 5.0
+"""Maximum seconds that the end of the router waits for a disk that does not respond."""
 MAX_LINES_AT_ONCE = 256
 """Number of lines that are written together for requests that were not answered in time."""
 REQUEST_STATES = ("waiting", "running")
@@ -126,11 +128,19 @@ class BatchRunner:
                 self._begin(batch)
 
     async def close(self) -> None:
-        """Stop, so that the next router continues the batches."""
+        """Stop, so that the next router continues the batches.
+
+        A write that runs is waited for, unless the disk does not respond.
+        """
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if not tasks:
+            return
+        _, hanging = await asyncio.wait(tasks, timeout=CLOSE_S)
+        if hanging:
+            names = sorted(task.get_name() for task in hanging)
+            log.error("the disk of batches does not respond", extra={"batches": names})
 
     async def create(
         self,
@@ -197,6 +207,7 @@ class BatchRunner:
             await self._write(batch)
         except OSError as error:
             del self._batches[batch.id]
+            self._writing.pop(batch.id, None)
             self._store.catalog.unpin(batch.input_file_id, batch.id)
             raise file_store_failed(error) from error
         self._begin(batch)

@@ -39,6 +39,8 @@ SWEEP_S = 60.0
 """Seconds between two searches for files that have expired."""
 FIRST_OPEN_S = 5.0
 """Maximum seconds that the router's start waits for the folder."""
+CLOSE_S = 5.0
+"""Maximum seconds that the router's end waits for the folder."""
 DISK_THREADS = 8
 """Threads that work on the disk.
 
@@ -244,7 +246,9 @@ class FileStore:
             await asyncio.gather(self._task, return_exceptions=True)
         self.is_open = False
         self._problem = "this router is stopping"
-        self.folder.close()
+        with contextlib.suppress(OSError, TimeoutError):  # the end of the process unlocks it, too
+            async with asyncio.timeout(CLOSE_S):
+                await self.on_disk(self.folder.close)
         self._threads.close()
 
     async def on_disk(self, work: Callable[..., T], *args: object) -> T:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from ullage_router.batches.lines import BatchReply
 from ullage_router.batches.records import BatchRecords
 from ullage_router.batches.runner import BatchRunner, surplus
 from ullage_router.errors import http_status
+from ullage_router.files import store as store_module
 from ullage_router.files.catalog import StoredFile
 from ullage_router.files.growing import GrowingFile
 from ullage_router.files.store import FileStore
@@ -358,5 +360,39 @@ def test_a_bug_at_the_end_fails_the_batch(tmp_path: Path, monkeypatch: pytest.Mo
             later = await create(store, runner, lines("a"))
             await ended(later)
             assert later.status == "completed"
+
+    asyncio.run(scenario())
+
+
+def test_a_disk_that_hangs_does_not_stop_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner_module, "CLOSE_S", 0.05)
+    monkeypatch.setattr(store_module, "CLOSE_S", 0.05)
+    monkeypatch.setattr(store_module, "DISK_THREADS", 1)
+    responds = threading.Event()
+    writes = threading.Event()
+
+    def hang(self: GrowingFile, lines: bytes) -> None:
+        writes.set()
+        assert responds.wait(60)
+
+    monkeypatch.setattr(GrowingFile, "_write", hang)
+
+    async def scenario() -> None:
+        store = FileStore(FilesSection(dir=str(tmp_path)), lambda: 1e9)
+        runner = BatchRunner(store.section.batches, store, lambda: 1e9)
+        runner.send = answer
+        await store.start()
+        try:
+            batch = await create(store, runner, lines("a"))
+            await until(writes.is_set)
+            async with asyncio.timeout(20):
+                await runner.close()
+                await store.close()
+            assert "the disk of batches does not respond" in caplog.messages
+            assert not batch.has_ended
+        finally:
+            responds.set()
 
     asyncio.run(scenario())
