@@ -163,7 +163,7 @@ class Upload:
         if self._name not in self._store.uploads:
             return
         try:
-            await self._store.on_disk(self._close_and_remove)
+            await self._store.clean_up(self._close_and_remove)
         except OSError as error:
             log.error("an upload was not removed", extra={"file": self._name, "reason": str(error)})
         finally:
@@ -267,6 +267,17 @@ class FileStore:
         """
         if not self.is_open:
             raise file_store_closed(self._problem)
+
+    async def clean_up(self, work: Callable[[], None]) -> None:
+        """Do work that may not be left out: in a thread, or here if no thread can be started.
+
+        Raises:
+            OSError: The disk failed.
+        """
+        try:
+            await self.on_disk(work)
+        except NoThread:
+            work()
 
     def close_soon(self, data: BinaryIO, name: str) -> None:
         """Close a file in one of the store's threads, for a caller that cannot wait."""

@@ -22,6 +22,7 @@ from ullage_router.files import store as store_module
 from ullage_router.files.catalog import StoredFile
 from ullage_router.files.folder import FileFolder
 from ullage_router.files.store import FileStore
+from ullage_router.thread_pool import ThreadPool
 
 
 class Crash(BaseException):
@@ -440,6 +441,31 @@ def test_a_disk_that_is_full_at_the_end_leaves_a_growing_file_countable(
             while "a file was not closed" not in caplog.messages:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (store.catalog.num_bytes, store.catalog.num_files) == (5, 1)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_upload_is_removed_though_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        upload = await store.begin_upload("")
+        upload.begin("notes.txt")
+        await upload.write(b"x" * 300_000)
+        store._threads = ThreadPool(1, "none")
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", fail)
+            with pytest.raises(ServiceError, match="can't start new thread") as error:
+                await upload.write(b"x" * 300_000)
+            assert http_status(error.value) == 503
+            await upload.abort()
+        assert (store.catalog.num_bytes, store.catalog.num_files, store.uploads) == (0, 0, {})
+        assert list((tmp_path / "uploads").iterdir()) == []
         await store.close()
 
     asyncio.run(scenario())

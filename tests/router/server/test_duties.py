@@ -108,7 +108,7 @@ def test_engines_are_looked_up(
 def test_a_lost_engine_is_followed_again(
     start_service: "StartService", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_loss = Failing(Engines.on_loss)
+    on_loss = Failing(Engines.on_loss, 1)
     monkeypatch.setattr(Engines, "on_loss", lambda self, engine: on_loss(self, engine))
 
     async def scenario() -> None:
