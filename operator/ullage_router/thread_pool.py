@@ -4,7 +4,7 @@ import asyncio
 import errno
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class ThreadPool:
         """
         result: Future[T] = Future()
         try:
-            self._executor.submit(_run, work, result)
+            self._executor.submit(_run, [work, result])
         except RuntimeError as error:
             if result.cancel():
                 raise NoThread(errno.EAGAIN, str(error)) from error
@@ -47,12 +47,18 @@ class ThreadPool:
         self._executor.shutdown(wait=False)
 
 
-def _run(work: Callable[[], T], result: "Future[T]") -> None:
+def _run(handed: list[Any]) -> None:
+    """Do the work for its result, and empty the list of both.
+
+    An error's traceback holds this frame and that of the executor, which holds the list. A cycle
+    would keep the work, such as a long body, until the garbage collector runs, which is rare.
+    """
+    work, result = handed
+    handed.clear()
     if not result.set_running_or_notify_cancel():
         return
     try:
         result.set_result(work())
     except BaseException as error:
         result.set_exception(error)
-        # The error's traceback holds this frame, and the frame would hold the error.
         del work, result

@@ -1,0 +1,77 @@
+"""Threads for blocking work: results, errors, and work that no thread can do."""
+
+import asyncio
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from ullage_router.thread_pool import NoThread, ThreadPool
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - threads set no event of the loop
+            await asyncio.sleep(0.001)
+
+
+async def test_an_error_keeps_no_work_alive() -> None:
+    """Work holds long bodies, for which nobody should wait until the garbage collector runs."""
+    pool = ThreadPool(1, "test")
+    gc.disable()
+    try:
+        work = functools.partial(int, "no")
+        kept = weakref.ref(work)
+        running = pool.start(work)
+        del work
+        with pytest.raises(ValueError, match="no"):
+            await running
+        await until(lambda: kept() is None)
+    finally:
+        gc.enable()
+        pool.close()
+
+
+async def test_work_that_was_refused_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_to_start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done: list[int] = []
+    pool = ThreadPool(2, "test")
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", fail_to_start)
+        with pytest.raises(NoThread, match="can't start new thread"):
+            pool.start(lambda: done.append(1))
+    await pool.start(lambda: done.append(2))
+    assert done == [2]
+
+    pool.close()
+    with pytest.raises(NoThread):
+        pool.start(lambda: done.append(3))
+    assert done == [2]
+
+
+async def test_work_that_waits_in_the_pool_can_be_cancelled() -> None:
+    begun = threading.Event()
+    go_on = threading.Event()
+    done: list[int] = []
+
+    def block() -> None:
+        begun.set()
+        assert go_on.wait(30)
+        done.append(1)
+
+    pool = ThreadPool(1, "test")
+    first = pool.start(block)
+    await until(begun.is_set)
+    second = pool.start(lambda: done.append(2))
+    second.cancel()
+    third = pool.start(lambda: done.append(3))
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(first, third)
+    assert done == [1, 3]
+    pool.close()
