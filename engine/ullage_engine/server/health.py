@@ -106,6 +106,8 @@ class EngineStatus:
         self.tiers: Callable[[], list[TierStats]] = list
         """Function that returns the statistics of KV tiers outside the device."""
         self._health = HealthScore()
+        self._is_loss_counted = False
+        """Whether the health score has fallen for a killed worker whose process may still run."""
         self._changed = asyncio.Event()
 
     @property
@@ -163,12 +165,17 @@ class EngineStatus:
         """Record that the worker serves no longer, even if its process has not ended yet."""
         if self.serving:
             self.serving = False
-            self._wake()
+            self._is_loss_counted = True
+            self.fault()
 
     def worker_lost(self) -> None:
+        """Record that the worker's process has ended. One worker counts as one fault."""
         self.serving = False
         self.worker_restarts += 1
-        self.fault()
+        if not self._is_loss_counted:
+            self.fault()
+        self._is_loss_counted = False
+        self._wake()
 
     def fault(self, factor: float = 0.5) -> None:
         """Lower the health score after a fault, by multiplying it by `factor`.

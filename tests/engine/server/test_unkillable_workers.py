@@ -1,8 +1,9 @@
 """Workers whose processes outlive their SIGKILL, as in a GPU driver that hangs."""
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar
 
@@ -47,13 +48,20 @@ class Unkillable(ChildProcess):
             process.kill()
 
 
+@contextlib.asynccontextmanager
+async def released_at_the_end() -> AsyncIterator[None]:
+    """Without this, a test that fails would wait for processes that never end."""
+    try:
+        yield
+    finally:
+        Unkillable.release()
+
+
 @pytest.fixture(autouse=True)
-def _unkillable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _unkillable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "ChildProcess", Unkillable)
     monkeypatch.setattr(Unkillable, "started", [])
     monkeypatch.setattr(Unkillable, "is_released", False)
-    yield
-    Unkillable.release()
 
 
 def ask(first: int = 1, max_tokens: int = 400) -> pb.GenerateRequest:
@@ -81,11 +89,12 @@ def test_an_engine_is_not_ready_from_the_moment_of_the_kill(serve: Serve) -> Non
     """The default time for the process to end is half a minute. Routers do not wait for it."""
 
     async def scenario() -> None:
-        async with serve(step_s=0.01) as engine:
+        async with serve(step_s=0.01) as engine, released_at_the_end():
             await engine.admin.InjectFault(KILL)
             state = await engine.state()
             assert not state.ready
             assert state.headroom_bytes == 0
+            assert 0.4 < state.health < 0.6
             await becomes(engine, "readiness", NOT_SERVING)
             Unkillable.release()
             await engine.until(lambda state: state.ready)
@@ -99,7 +108,7 @@ def test_a_worker_that_hangs_and_cannot_be_killed_takes_its_engine_out(
     policy = RestartPolicy(kill_grace_s=0.3, step_deadline_s=0.5)
 
     async def scenario() -> None:
-        async with serve(policy=policy) as engine:
+        async with serve(policy=policy) as engine, released_at_the_end():
             answer = asyncio.create_task(engine.generate(ask(first=12)))  # WEDGES_ONCE
             await becomes(engine, "readiness", NOT_SERVING)
             await becomes(engine, "liveness", NOT_SERVING)
@@ -133,7 +142,7 @@ def test_an_engine_says_why_it_does_not_stop(
     policy = RestartPolicy(kill_grace_s=0.1, stop_grace_s=0.1)
 
     async def scenario() -> None:
-        async with serve(policy=policy, step_s=0.01) as engine:
+        async with serve(policy=policy, step_s=0.01) as engine, released_at_the_end():
             await engine.admin.InjectFault(KILL)
             engine.stop.set()
             engine.hurry.set()
