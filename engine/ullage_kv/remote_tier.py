@@ -488,12 +488,16 @@ class RemoteTier:
     def _keep_resolving(self) -> None:
         resolved: dict[str, set[str]] = {}
         logged: list[PeerState] = []
+        failure = ""
         while not self._closing.is_set():
             try:
                 self._find_peers(resolved)
                 logged = self._log_peers(logged)
-            except Exception:  # without this thread no new peer would ever be used
-                log.exception("cannot look for peers; retrying")
+                failure = ""
+            except Exception as error:  # without this thread no new peer would ever be used
+                if repr(error) != failure:
+                    failure = repr(error)
+                    log.exception("cannot look for peers; retrying")
             self._closing.wait(self._resolve_s)
 
     def _find_peers(self, resolved: dict[str, set[str]]) -> None:

@@ -150,6 +150,28 @@ def test_lines_that_find_no_thread_are_written_with_the_next(
     assert capsys.readouterr().err == ""
 
 
+def test_lines_that_wait_without_a_thread_are_written_even_if_no_more_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log_writer, "_unblocked", lambda fd: None)
+    monkeypatch.setattr(log_writer, "MAX_WAITING_BYTES", 4)
+    reader, fd = os.pipe()
+    writer = LineWriter(fd)
+    writer.setFormatter(Lines())
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        for text in ("a", "b", "dropped"):
+            writer.handle(record(text))
+    writer.handle(record("dropped"))
+    writer.flush()
+    lines = os.read(reader, 100).decode().splitlines()
+    assert lines == ["a", "b", f"{log_writer.DROPPED} 2"]
+
+
 def test_a_reader_that_went_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     reader, fd = os.pipe()
     os.close(reader)

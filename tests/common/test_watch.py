@@ -128,7 +128,7 @@ def test_a_certificate_of_a_clock_that_is_ahead_is_used_once_it_is_valid(
         tmp_path / "ahead",
         "here.test",
         validity=datetime.timedelta(days=2),
-        starts_in=datetime.timedelta(seconds=3),
+        starts_in=datetime.timedelta(seconds=8),
     )
 
     async def scenario() -> None:

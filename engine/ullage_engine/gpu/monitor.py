@@ -97,7 +97,8 @@ class GpuMonitor:
             except NvmlUnavailableError as error:
                 self._post(self._on_unavailable, str(error))
             except Exception as error:  # serving goes on without the figures
-                log.debug("the GPU driver's answer cannot be used", exc_info=True)
+                if repr(error) != self._unavailable:
+                    log.exception("the GPU driver's answer cannot be used")
                 self._post(self._on_unavailable, repr(error))
             self._stopping.wait(self._times.retry_s)
 

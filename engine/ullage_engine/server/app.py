@@ -477,9 +477,9 @@ class EngineApp:
             self._on_boost,
             self._gpu_times,
         )
-        monitor.start()
-        self._metrics.watch_gpus(monitor)
         try:
+            monitor.start()
+            self._metrics.watch_gpus(monitor)
             await asyncio.Event().wait()
         finally:
             monitor.close()

@@ -19,6 +19,8 @@ from ullage_engine.server.server_link import ServerLink
 
 log = logging.getLogger("ullage.engine.supervisor")
 
+CLOSE_S = 5.0
+"""Maximum time to wait for a killed standby worker to exit, in seconds."""
 _PROGRESS_S = 1.0
 """Minimum interval between log lines of the same loading stage, in seconds."""
 
@@ -141,10 +143,15 @@ class StandbyWorker:
         return self._process
 
     async def close(self) -> None:
-        """Kill the process and wait for it to exit. The kernel may need time to free its memory."""
+        """Kill the process, and wait up to `CLOSE_S` for it to exit and free its memory.
+
+        A process in a driver that hangs never exits. The serving worker is watched meanwhile.
+        """
         self._socket.close()
         self._process.kill()
-        await self._process.wait()
+        exited = asyncio.create_task(self._process.wait())
+        if not (await asyncio.wait({exited}, timeout=CLOSE_S))[0]:
+            log.error("a killed standby worker does not end", extra={"pid": self._process.pid})
 
 
 class Standby:

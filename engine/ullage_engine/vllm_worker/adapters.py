@@ -5,7 +5,6 @@ is loaded when one of its requests starts, either into a free slot or into the s
 adapter.
 """
 
-import contextlib
 import logging
 import math
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from ullage_common.config.engine import AdaptersFile, EngineConfig
-from ullage_common.process.config_file import ConfigError, read_file
+from ullage_common.process.config_file import read_file
 from ullage_engine.model_loader.files import weight_files
 from ullage_engine.model_loader.source import resolve_adapter
 from ullage_engine.protocol.errors import WeightsError
@@ -101,16 +100,20 @@ def fetch_adapters(config: EngineConfig) -> None:
     present: set[str] = set()
     logged: dict[str, str] = {}
     while True:
-        with contextlib.suppress(ConfigError):  # the leader's server logs the error
-            wanted = read_file(path, AdaptersFile).adapters if path else config.adapters
-            for source in {each.source for each in wanted} - present:
-                try:
-                    resolve_adapter(source)
-                    present.add(source)
-                except Exception as error:  # the thread must go on to fetch the others
-                    if logged.get(source) != str(error):
-                        logged[source] = str(error)
-                        _log_failure(source, error)
+        wanted = config.adapters
+        if path:
+            try:
+                wanted = read_file(path, AdaptersFile).adapters
+            except Exception:  # the leader's server logs the error
+                wanted = ()
+        for source in {each.source for each in wanted} - present:
+            try:
+                resolve_adapter(source)
+                present.add(source)
+            except Exception as error:  # the thread must go on to fetch the others
+                if logged.get(source) != str(error):
+                    logged[source] = str(error)
+                    _log_failure(source, error)
         if path is None and len(present) == len({each.source for each in config.adapters}):
             return
         time.sleep(_LOOK_S)

@@ -79,9 +79,18 @@ async def follow(
     while True:
         try:
             current = await asyncio.to_thread(fingerprint, folders)
+        except Exception as error:  # no thread can be started, or the disk fails
+            if repr(error) != logged:
+                logged = repr(error)
+                log.error("files cannot be looked at; retrying", exc_info=error)
+            await asyncio.sleep(INTERVAL_S)
+            continue
+        try:
             is_changed = current != tried
             if is_changed or (num_failures and time.monotonic() >= retry_at):
-                num_failures = 0 if is_changed else num_failures
+                if is_changed:
+                    num_failures = 0
+                    logged = ""
                 tried = current
                 await reload()
                 num_failures = 0

@@ -91,6 +91,8 @@ class LineWriter(logging.Handler):
     def _enqueue(self, line: bytes) -> None:
         with self._changed:
             # A line may have any length if nothing waits, or it could never be written.
+            if self._thread is None:
+                self._start_thread()
             is_full = self._waiting_bytes and self._waiting_bytes + len(line) > MAX_WAITING_BYTES
             # After a dropped line, drop all until the notice of the gap is written.
             if is_full or self._num_dropped:
@@ -98,8 +100,6 @@ class LineWriter(logging.Handler):
                 return
             self._waiting.append(line)
             self._waiting_bytes += len(line)
-            if self._thread is None:
-                self._start_thread()
             self._changed.notify_all()
 
     def _start_thread(self) -> None:

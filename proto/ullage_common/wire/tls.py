@@ -226,7 +226,7 @@ class Certificates:
         try:
             loaded = await asyncio.to_thread(self._load)
         except Exception as error:
-            self.problem = str(error)
+            self.problem = str(error) or repr(error)
             raise
         self._use(loaded)
         self._on_change()
