@@ -256,7 +256,8 @@ class StatusLine:
         traceback: TracebackType | None,
     ) -> None:
         if self._is_terminal:
-            print(CLEAR, end="", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the terminal is gone
+                print(CLEAR, end="", file=sys.stderr, flush=True)
 
     def show(self, text: str) -> None:
         """Show a line of text."""

@@ -27,6 +27,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from ullage_cli.local.files import make_folders, write_files
 from ullage_cli.local.plan import LocalPlan, plan_local
@@ -369,9 +370,10 @@ class _LossyOutput:
             self._stream.flush()
 
 
-def open_console(stream: IO[str]) -> Console:
-    """Return a console on a stream that may become unwritable at any time."""
-    return Console(file=cast(IO[str], _LossyOutput(stream)), highlight=False)
+def open_console(stream: IO[str] | None) -> Console:
+    """Return a console on a stream that may become unwritable at any time, or that is missing."""
+    file = cast(IO[str], _LossyOutput(stream)) if stream is not None else None
+    return Console(file=file, highlight=False)
 
 
 class StartView:
@@ -415,13 +417,14 @@ class StartView:
         if self._live.is_started:
             self._live.update(self._table())
         else:
-            self._console.print(f"{self.seconds:5.1f} s  {name}: {progress}", highlight=False)
+            line = f"{self.seconds:5.1f} s  {name}: {progress}"
+            self._console.print(line, highlight=False, markup=False)
 
     def _table(self) -> Table:
         """Return a table with one row per pod."""
         table = Table.grid(padding=(0, 2))
         for name, progress in self._progress.items():
-            table.add_row(name, progress, f"{self.seconds:.1f} s")
+            table.add_row(name, Text(progress), f"{self.seconds:.1f} s")
         return table
 
 

@@ -1,5 +1,6 @@
 """A pod's log file: bounded in size, and written only while its disk allows it."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from io import FileIO
@@ -59,7 +60,8 @@ class PodLog:
         file = self._file
         self._file = None
         if file is not None:
-            file.close()
+            with contextlib.suppress(OSError):  # a network disk may be full as late as here
+                file.close()
 
     def _append(self, data: bytes) -> None:
         # Each line is written at once: the user may read along, and a crash must lose no line.

@@ -62,6 +62,8 @@ class PodProcess:
         self._on_progress = on_progress
         self._log = PodLog(log_path, on_progress)
         self._process: asyncio.subprocess.Process | None = None
+        self._has_been_ready = False
+        """Whether any process of the pod has passed its probe. Pods without ports have none."""
         self._last_error = ""
         self._stopping = asyncio.Event()
 
@@ -92,7 +94,7 @@ class PodProcess:
             if status == MISUSE:
                 raise PodFailed(self._last_error or f"exit status 2\n{self._log.tail}")
 
-            failed_starts = 0 if self._was_ready() else failed_starts + 1
+            failed_starts = 0 if self._has_been_ready else failed_starts + 1
             if failed_starts == MAX_FAILED_STARTS:
                 raise PodFailed(self._explanation(status))
 
@@ -154,8 +156,8 @@ class PodProcess:
         self.ready_since = None
         try:
             self._process = process = await self._start()
-        except (OSError, subprocess.SubprocessError) as error:
-            # The machine may lack memory, processes or open files for a while.
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            # The machine may lack memory, processes, threads or open files for a while.
             self._last_error = str(error)
             return None
         if self._stopping.is_set():
@@ -185,10 +187,7 @@ class PodProcess:
     async def _probe(self) -> None:
         await wait_ready(self.pod)
         self.ready_since = time.monotonic()
-
-    def _was_ready(self) -> bool:
-        """Return whether the exited process had passed its probe. Pods without ports have none."""
-        return bool(self.pod.ports) and self.ready_since is not None
+        self._has_been_ready = bool(self.pod.ports)
 
     def _was_steady(self) -> bool:
         """Return whether the exited process had been ready for at least STEADY_S.

@@ -102,9 +102,10 @@ class ApiConnection:
                 return
 
             previous = self._api
+            api = ApiClient(configuration)  # it reads the CA's file, which may fail
+            api.user_agent = FIELD_MANAGER
+            self._api = api
             self.tls = tls
-            self._api = ApiClient(configuration)
-            self._api.user_agent = FIELD_MANAGER
             if previous is not None:
                 await previous.close()
 

@@ -210,6 +210,35 @@ def test_a_pod_that_is_never_ready_is_given_up_however_long_its_starts_take(
     run(scenario)
 
 
+def test_a_pod_that_was_ready_once_is_never_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("ullage_cli.processes.pod_process.MAX_BACKOFF_S", 0.01)
+    port = free_port()
+    served = tmp_path / "served"
+    code = f"""
+import pathlib, sys
+served = pathlib.Path({str(served)!r})
+if served.exists():
+    sys.exit(1)
+served.touch()
+{SERVER.replace("sys.argv[1]", str(port))}
+"""
+
+    async def scenario() -> None:
+        running = PodProcess(pod(code, ports={"http": port}), tmp_path / "pod.log", print)
+        task = asyncio.create_task(running.run())
+        await until(lambda: running.ready_since)
+        os.kill(running.pid, signal.SIGKILL)
+        await until(lambda: running.restarts == 7 or task.done())
+        assert not task.done()
+        await running.stop()
+        await task
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("steady_s", [0.0, 60.0])
 def test_a_pod_that_was_ready_is_started_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steady_s: float
