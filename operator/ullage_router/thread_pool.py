@@ -1,9 +1,12 @@
 """Threads for work that would block the event loop."""
 
 import asyncio
+import contextlib
 import errno
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,8 +19,9 @@ class NoThread(OSError):
 class ThreadPool:
     """Runs functions in a few threads, which start when they are needed.
 
-    An executor that cannot start a thread keeps the work and may do it later, though the caller got
-    an error. This pool never does the work then.
+    The executors of the standard library keep work for which they could not start a thread, and the
+    process waits for their threads at its end. This pool drops such work. Its threads are daemons,
+    so that a disk that hangs cannot keep the process alive.
 
     Args:
         size: maximum number of threads.
@@ -25,40 +29,97 @@ class ThreadPool:
     """
 
     def __init__(self, size: int, name: str) -> None:
-        self._executor = ThreadPoolExecutor(size, thread_name_prefix=name)
+        self._size = size
+        self._name = name
+        self._queue: SimpleQueue[list[Any]] = SimpleQueue()
+        """Pairs of work and its future. An empty list ends a thread."""
+        self._lock = threading.Lock()
+        self._num_threads = 0
+        self._num_jobs = 0
+        self._is_closed = False
+
+    @property
+    def num_jobs(self) -> int:
+        """Number of functions that run or wait for a thread, even if nobody waits for them."""
+        return self._num_jobs
 
     def start(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         """Run `work` in a thread, and return the future of its result.
 
+        If no further thread can be started, the work waits for one that runs.
+
         Raises:
-            NoThread: no thread can run the work, which is not done.
+            NoThread: there is no thread to run the work, which is not done.
         """
-        result: Future[T] = Future()
-        try:
-            self._executor.submit(_run, [work, result])
-        except RuntimeError as error:
-            if result.cancel():
-                raise NoThread(errno.EAGAIN, str(error)) from error
-            # Otherwise, another thread has become free and does the work.
-        return asyncio.wrap_future(result)
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if self._is_closed:
+                raise NoThread(errno.ESHUTDOWN, "its threads have ended")
+            if self._num_threads <= self._num_jobs and self._num_threads < self._size:
+                self._start_thread()
+            self._num_jobs += 1
+            self._queue.put([work, future])
+        return future
 
     def close(self) -> None:
         """Take no more work. Threads end once they have done the work that they were given."""
-        self._executor.shutdown(wait=False)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for _ in range(self._num_threads):
+                self._queue.put([])
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}_{self._num_threads}"
+        thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._num_threads:
+                raise NoThread(errno.EAGAIN, str(error)) from error
+        else:
+            self._num_threads += 1
+
+    def _serve(self) -> None:
+        while handed := self._queue.get():
+            loop: asyncio.AbstractEventLoop = handed[1].get_loop()
+            deliver = _run(handed)
+            with self._lock:  # before the delivery, after which the caller may start more work
+                self._num_jobs -= 1
+
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(deliver)
+            del deliver, loop  # or they would live until there is more work
 
 
-def _run(handed: list[Any]) -> None:
-    """Do the work for its result, and empty the list of both.
+def _run(handed: list[Any]) -> Callable[[], None]:
+    """Do the work, and return the function that sets its future. Empty the list of both.
 
-    An error's traceback holds this frame and that of the executor, which holds the list. A cycle
-    would keep the work, such as a long body, until the garbage collector runs, which is rare.
+    An error's traceback holds this frame. A cycle would keep the work, such as a long body, until
+    the garbage collector runs, which is rare.
     """
-    work, result = handed
+    work, future = handed
     handed.clear()
-    if not result.set_running_or_notify_cancel():
-        return
     try:
-        result.set_result(work())
+        if future.cancelled():
+            return _do_nothing
+        return partial(_set_result, future, work())
     except BaseException as error:
-        result.set_exception(error)
-        del work, result
+        return partial(_set_exception, future, error)
+    finally:
+        del work, future
+
+
+def _do_nothing() -> None:
+    """Do nothing, because nobody waits for the work."""
+
+
+def _set_result(future: "asyncio.Future[Any]", result: object) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: "asyncio.Future[Any]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

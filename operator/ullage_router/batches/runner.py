@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -52,6 +53,8 @@ _REFUSED = frozenset({429, 503})
 _FAILED = frozenset({408, 500, 502, 504})
 _EXPIRED = "This request could not be executed before the completion window expired."
 _LOST = "The router lost this request; send it in another batch."
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -368,8 +371,8 @@ class BatchRunner:
         path = self._store.folder.data(batch.input_file_id)
         if batch.status == "validating":
             async with self._checking:
-                checker = await self._store.on_disk(
-                    check_file, path, batch.endpoint, self._limits.max_requests
+                checker = await self._read(
+                    batch, check_file, path, batch.endpoint, self._limits.max_requests
                 )
             if checker.errors:
                 batch.errors = checker.errors
@@ -379,7 +382,7 @@ class BatchRunner:
             await self._enter(batch, "in_progress")
 
         async with self._turns[batch.tenant]:
-            index = await self._store.on_disk(LineIndex, path)
+            index = await self._read(batch, LineIndex, path)
             answered = await self._answered(batch, outputs)
             await self._answer(batch, index, answered, outputs)
             await self._fail_the_rest(batch, index, outputs, "internal_error", _LOST)
@@ -390,7 +393,7 @@ class BatchRunner:
         The counts of the batch are set to the numbers of these lines.
         """
         completed, failed = [
-            await self._store.on_disk(_numbers, file.path)
+            await self._read(batch, _numbers, file.path)
             for file in (outputs.answers, outputs.errors)
         ]
         batch.completed = len(completed)
@@ -419,7 +422,7 @@ class BatchRunner:
     async def _answer_line(
         self, batch: Batch, index: LineIndex, number: int, outputs: _Outputs
     ) -> None:
-        line = await self._store.on_disk(index.read, number)
+        line = await self._read(batch, index.read, number)
         reply = await self._reply(batch, number, line)
         data = reply_line(batch.id, number, line.custom_id, reply)
         await self._append(batch, outputs.of(reply), data)
@@ -458,7 +461,7 @@ class BatchRunner:
         if batch.status == "validating":
             return
         path = self._store.folder.data(batch.input_file_id)
-        index = await self._store.on_disk(LineIndex, path)
+        index = await self._read(batch, LineIndex, path)
         await self._fail_the_rest(batch, index, outputs, "batch_expired", _EXPIRED)
 
     async def _fail_the_rest(
@@ -469,7 +472,7 @@ class BatchRunner:
         rest = [number for number in range(len(index)) if number not in answered]
         for start in range(0, len(rest), MAX_LINES_AT_ONCE):
             numbers = rest[start : start + MAX_LINES_AT_ONCE]
-            lines = await self._store.on_disk(_error_lines, batch.id, index, numbers, code, message)
+            lines = await self._read(batch, _error_lines, batch.id, index, numbers, code, message)
             await self._append(batch, outputs.errors, lines)
             batch.failed += len(numbers)
             self.ended["failed"] += len(numbers)
@@ -499,6 +502,22 @@ class BatchRunner:
             except ServiceError as error:
                 await _wait_for_disk(batch, error)
         await self._enter(batch, ending)
+
+    async def _read(self, batch: Batch, work: Callable[..., T], *args: object) -> T:
+        """Read from the disk. If it fails, try again until the batch expires.
+
+        Raises:
+            OSError: The file does not exist, or the disk failed for too long.
+        """
+        while True:
+            try:
+                return await self._store.on_disk(work, *args)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                if self._clock() >= batch.expires_at:
+                    raise
+                await _wait_for_disk(batch, file_store_failed(error))
 
     async def _append(self, batch: Batch, file: GrowingFile, lines: bytes) -> None:
         """Write lines. If the store or the disk is full, wait until there is room."""

@@ -41,6 +41,8 @@ FIRST_OPEN_S = 5.0
 """Maximum seconds that the router's start waits for the folder."""
 CLOSE_S = 5.0
 """Maximum seconds that the router's end waits for the folder."""
+CLOSE_POLL_S = 0.01
+"""Seconds between two looks whether the threads have finished."""
 DISK_THREADS = 8
 """Threads that work on the disk.
 
@@ -89,6 +91,7 @@ class Upload:
         self._pending_bytes = 0
         self._running: asyncio.Task[None] | None = None
         """The latest work on the disk. It goes on after the client has disconnected."""
+        self._discarding: asyncio.Task[None] | None = None
         self.filename = ""
         self.num_bytes = 0
 
@@ -138,8 +141,12 @@ class Upload:
         return file
 
     async def abort(self) -> None:
-        """Remove the file unless it is complete."""
-        await asyncio.shield(asyncio.create_task(self._discard()))
+        """Remove the file unless it is complete.
+
+        A disk that hangs is not waited for, or it would keep the router from ending.
+        """
+        self._discarding = asyncio.create_task(self._discard())
+        await asyncio.wait([self._discarding], timeout=CLOSE_S)
 
     async def _run(self, work: Coroutine[None, None, None]) -> None:
         """Do work on the disk, which goes on even if the client disconnects meanwhile."""
@@ -240,7 +247,11 @@ class FileStore:
             self._note_problem(f"{self.section.dir} does not respond")
 
     async def close(self) -> None:
-        """Close the store, so that another router can use its folder."""
+        """Close the store, so that another router can use its folder.
+
+        If the disk hangs, the folder stays locked until the process ends, because a write that
+        hangs may still reach the disk.
+        """
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -248,7 +259,11 @@ class FileStore:
         self._problem = "this router is stopping"
         with contextlib.suppress(OSError, TimeoutError):  # the end of the process unlocks it, too
             async with asyncio.timeout(CLOSE_S):
-                await self.on_disk(self.folder.close)
+                while self._threads.num_jobs:  # noqa: ASYNC110 - threads set no event of the loop
+                    await asyncio.sleep(CLOSE_POLL_S)
+                closing = self._threads.start(self.folder.close)
+                self._threads.close()  # before anything else can begin to write
+                await closing
         self._threads.close()
 
     async def on_disk(self, work: Callable[..., T], *args: object) -> T:

@@ -1,6 +1,7 @@
 """The runner of batches: cancellations at bad moments, damaged files, and races for its files."""
 
 import asyncio
+import errno
 import json
 import threading
 from collections import Counter
@@ -184,6 +185,51 @@ def test_a_damaged_output_file_fails_the_batch(tmp_path: Path) -> None:
             await ended(batch)
             assert batch.status == "failed"
             assert [error.code for error in batch.errors] == ["internal_error"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["LineIndex", "check_file", "_numbers"])
+def test_a_read_that_fails_once_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(runner_module, "DISK_WAIT_S", 0.01)
+    read = getattr(runner_module, name)
+    calls: list[object] = []
+
+    def fail_once(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(*args)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as (store, runner):
+            monkeypatch.setattr(runner_module, name, fail_once)
+            batch = await create(store, runner, lines("a", "b"))
+            await ended(batch)
+            assert (batch.status, batch.completed, batch.failed) == ("completed", 2, 0)
+            assert len(calls) > 1
+
+    asyncio.run(scenario())
+
+
+def test_a_disk_that_no_longer_gives_the_lines_fails_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "DISK_WAIT_S", 0.01)
+    now = [1e9]
+
+    def fail(*_: Any) -> Any:
+        now[0] += 86_400
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def scenario() -> None:
+        async with running(tmp_path, clock=lambda: now[0]) as (store, runner):
+            monkeypatch.setattr(runner_module, "LineIndex", fail)
+            batch = await create(store, runner, lines("a"))
+            await ended(batch)
+            assert batch.status == "failed"
 
     asyncio.run(scenario())
 

@@ -20,7 +20,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import http_status
 from ullage_router.files import store as store_module
 from ullage_router.files.catalog import StoredFile
-from ullage_router.files.folder import FileFolder
+from ullage_router.files.folder import FileFolder, LockedElsewhere
 from ullage_router.files.store import FileStore
 from ullage_router.thread_pool import ThreadPool
 
@@ -38,6 +38,13 @@ async def opened(path: Path, **limits: Any) -> FileStore:
     await store.start()
     assert store.is_open
     return store
+
+
+async def until_gone(store: FileStore) -> None:
+    """Wait until no upload is left, although its client may not wait for it any more."""
+    async with asyncio.timeout(20):
+        while store.uploads:  # noqa: ASYNC110 - the store has no event for it
+            await asyncio.sleep(0.01)
 
 
 async def put(store: FileStore, data: bytes, tenant: str = "", ttl: float = 3600) -> StoredFile:
@@ -469,6 +476,36 @@ def test_an_upload_is_removed_though_no_thread_can_be_started(
         await store.close()
 
     asyncio.run(scenario())
+
+
+def test_a_disk_that_hangs_keeps_the_lock_but_no_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that hangs may still reach the disk, where another router would meet it."""
+    monkeypatch.setattr(store_module, "CLOSE_S", 0.1)
+    go_on = threading.Event()
+
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        upload = await store.begin_upload("")
+        upload.begin("notes.txt")
+        monkeypatch.setattr(store_module, "write_all", lambda *_: go_on.wait(60))
+        writing = asyncio.create_task(upload.write(b"x" * 300_000))
+        await asyncio.sleep(0)
+        writing.cancel()
+        async with asyncio.timeout(20):
+            await upload.abort()
+            await store.close()
+        with pytest.raises(LockedElsewhere):
+            FileFolder(tmp_path).open()
+        go_on.set()
+        await until_gone(store)
+        store.folder.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        go_on.set()
 
 
 def test_a_file_that_cannot_be_removed_stays_listed(tmp_path: Path) -> None:

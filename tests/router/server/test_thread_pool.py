@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -10,6 +12,25 @@ from collections.abc import Callable
 import pytest
 
 from ullage_router.thread_pool import NoThread, ThreadPool
+
+HANGS = """
+import asyncio, threading
+from ullage_router.thread_pool import ThreadPool
+
+async def main():
+    begun = threading.Event()
+    pool = ThreadPool(2, "test")
+    pool.start(lambda: (begun.set(), threading.Event().wait()))
+    begun.wait()
+    pool.close()
+
+asyncio.run(main())
+print("ended")
+"""
+
+
+def fail_to_start(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -36,9 +57,6 @@ async def test_an_error_keeps_no_work_alive() -> None:
 
 
 async def test_work_that_was_refused_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_to_start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     done: list[int] = []
     pool = ThreadPool(2, "test")
     with monkeypatch.context() as limited:
@@ -75,3 +93,52 @@ async def test_work_that_waits_in_the_pool_can_be_cancelled() -> None:
     await asyncio.gather(first, third)
     assert done == [1, 3]
     pool.close()
+
+
+async def test_refused_work_is_freed_and_costs_no_thread_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = ThreadPool(2, "test")
+    work = functools.partial(int, "1")
+    kept = weakref.ref(work)
+    gc.disable()
+    try:
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", fail_to_start)
+            for _ in range(3):
+                with pytest.raises(NoThread):
+                    pool.start(work)
+        del work
+        assert kept() is None
+    finally:
+        gc.enable()
+
+    assert pool.num_jobs == 0
+    both = threading.Barrier(2, timeout=20)
+    await pool.start(lambda: None)
+    await asyncio.gather(pool.start(both.wait), pool.start(both.wait))
+    pool.close()
+
+
+async def test_one_thread_does_the_work_if_no_other_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = threading.Event()
+    pool = ThreadPool(2, "test")
+    first = pool.start(lambda: go_on.wait(20))
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", fail_to_start)
+        second = pool.start(threading.get_ident)
+        go_on.set()
+        assert await first
+        one = await second
+    assert one != threading.get_ident()
+    assert await pool.start(threading.get_ident) == one  # it is idle, so that no other is started
+    pool.close()
+
+
+def test_a_process_ends_though_its_thread_hangs() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr
