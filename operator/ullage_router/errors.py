@@ -32,6 +32,7 @@ from ullage_router.policy.retry import (
     UNKNOWN_RETRY_AFTER_S,
     unknown_retry_after,
 )
+from ullage_router.thread_pool import NoThread
 
 CLIENT_CLOSED = 499
 RATE_LIMIT_EXCEEDED = "RATE_LIMIT_EXCEEDED"
@@ -570,7 +571,9 @@ def file_store_full(limit: str, allowed: int, *, of_tenant: bool) -> ServiceErro
 
 
 def file_store_failed(cause: OSError) -> ServiceError:
-    """Return the error for a file that the disk did not take or give."""
+    """Return the error for a file that the disk did not take or give, or for want of a thread."""
+    if isinstance(cause, NoThread):
+        return no_thread(cause)
     if cause.errno in (errno.ENOSPC, errno.EDQUOT):
         return ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,

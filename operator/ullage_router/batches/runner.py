@@ -12,6 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -564,7 +565,9 @@ class BatchRunner:
             if self._batches.pop(batch.id, None) is None:
                 continue  # another sweep removed it meanwhile
             self._writing.pop(batch.id, None)
-            await self._store.on_disk(self._records.remove, batch.id)
+            # Even if the client disconnects now, or the batch would come back at the next start.
+            removing = self._store.clean_up(partial(self._records.remove, batch.id))
+            await asyncio.shield(asyncio.create_task(removing))
 
 
 def surplus(ended: Iterable[Batch], most: int) -> Iterator[Batch]:

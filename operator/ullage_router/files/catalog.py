@@ -101,6 +101,14 @@ class FileCatalog:
         """Add a file whose bytes are already counted."""
         self._files[file.id] = file
 
+    def clear(self) -> None:
+        """Forget all files, before those on the disk are restored."""
+        self._files.clear()
+        self._bytes.clear()
+        self._counts.clear()
+        self.num_bytes = 0
+        self.num_files = 0
+
     def restore(self, file: StoredFile) -> None:
         """Add a file that was on the disk at the start, even if it exceeds the limits."""
         self._count(file.tenant, file.num_bytes, 1)

@@ -364,7 +364,8 @@ class FileStore:
         self.catalog.check_unused(name)
         # Removed from the list first, so that nobody begins to read the file in the meantime.
         self.catalog.remove(name)
-        await self._remove(file)
+        # A client that disconnects now must not leave the file on the disk, or it would come back.
+        await asyncio.shield(asyncio.create_task(self._remove(file)))
 
     async def chunks(self, file: StoredFile) -> AsyncGenerator[bytes]:
         """Yield the bytes of a file. A file that is deleted meanwhile can be read to its end.
@@ -410,7 +411,7 @@ class FileStore:
                 continue  # another sweep or a client removed it meanwhile
             self.catalog.remove(file.id)
             with contextlib.suppress(ServiceError):  # it is logged, and the next sweep tries again
-                await self._remove(file)
+                await asyncio.shield(asyncio.create_task(self._remove(file)))
 
     def as_json(self) -> dict[str, object]:
         """Return the state of the store for /stats."""
@@ -448,6 +449,7 @@ class FileStore:
         try:
             await self.on_disk(self.folder.open)
             files, unfinished = await self.on_disk(self._load)
+            self._list(files, unfinished)
         except LockedElsewhere:
             self._note_problem("another router uses its folder")
             return
@@ -459,14 +461,17 @@ class FileStore:
             self.folder.close()  # or the next attempt would take its own lock for another router's
             self._note_problem(f"{self.section.dir}: {error!r}")
             raise
-        for file in files:
-            self.catalog.restore(file)
-        for name, tenant in unfinished.items():
-            self.catalog.restore_unfinished(tenant, self._unfinished[name])
         self.is_open = True
         if self.resident:
             self.resident.on_open()
         log.info("files read", extra={"files": len(files), "bytes": self.catalog.num_bytes})
+
+    def _list(self, files: list[StoredFile], unfinished: dict[str, str]) -> None:
+        self.catalog.clear()  # of an attempt that failed half-way
+        for file in files:
+            self.catalog.restore(file)
+        for name, tenant in unfinished.items():
+            self.catalog.restore_unfinished(tenant, self._unfinished[name])
 
     def _load(self) -> tuple[list[StoredFile], dict[str, str]]:
         """Return the files of the folder, and the tenants of the unfinished ones by id."""

@@ -26,6 +26,7 @@ from ullage_router.files import store as store_module
 from ullage_router.files.catalog import StoredFile
 from ullage_router.files.growing import GrowingFile
 from ullage_router.files.store import FileStore
+from ullage_router.thread_pool import ThreadPool
 
 CHAT = "/v1/chat/completions"
 OK = b'{"ok": true}'
@@ -210,6 +211,31 @@ def test_a_read_that_fails_once_is_tried_again(
             await ended(batch)
             assert (batch.status, batch.completed, batch.failed) == ("completed", 2, 0)
             assert len(calls) > 1
+
+    asyncio.run(scenario())
+
+
+def test_an_old_batch_is_removed_though_its_client_disconnects(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        now = [1e9]
+        go_on = threading.Event()
+        async with running(tmp_path, clock=lambda: now[0]) as (store, runner):
+            old = await create(store, runner, lines("a"))
+            await ended(old)
+            await until(lambda: not runner._tasks)
+            file = await upload(store, lines("b"))
+            store._threads = ThreadPool(1, "one")
+            waiting = store._threads.start(lambda: go_on.wait(20))
+            now[0] += store.section.ttl + 1
+            task = asyncio.create_task(runner.create("", CHAT, file, None, 3600))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert task.cancelled()
+            go_on.set()
+            assert await waiting
+        assert list((tmp_path / "batches").iterdir()) == []
 
     asyncio.run(scenario())
 

@@ -467,9 +467,9 @@ def test_an_upload_is_removed_though_no_thread_can_be_started(
         store._threads = ThreadPool(1, "none")
         with monkeypatch.context() as limited:
             limited.setattr(threading.Thread, "start", fail)
-            with pytest.raises(ServiceError, match="can't start new thread") as error:
+            with pytest.raises(ServiceError, match="allow its container more") as error:
                 await upload.write(b"x" * 300_000)
-            assert http_status(error.value) == 503
+            assert (http_status(error.value), error.value.reason) == (503, "NO_THREAD")
             await upload.abort()
         assert (store.catalog.num_bytes, store.catalog.num_files, store.uploads) == (0, 0, {})
         assert list((tmp_path / "uploads").iterdir()) == []
@@ -506,6 +506,65 @@ def test_a_disk_that_hangs_keeps_the_lock_but_no_upload(
         asyncio.run(scenario())
     finally:
         go_on.set()
+
+
+@pytest.mark.parametrize("is_expired", [False, True])
+def test_a_file_is_removed_though_its_client_disconnects(tmp_path: Path, is_expired: bool) -> None:
+    async def scenario() -> None:
+        now = [1e9]
+        store = FileStore(section(tmp_path), clock=lambda: now[0])
+        await store.start()
+        file = await put(store, b"x")
+        store._threads = ThreadPool(1, "one")
+        go_on = threading.Event()
+        waiting = store._threads.start(lambda: go_on.wait(20))
+        if is_expired:
+            now[0] = float(file.expires_at)
+        request = store.begin_upload("") if is_expired else store.delete("", file.id)
+        task = asyncio.create_task(request)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        go_on.set()
+        assert await waiting
+        await store.close()
+        assert on_disk(tmp_path) == set()
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_while_files_are_listed_delays_the_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        store = await opened(tmp_path)
+        await put(store, b"one")
+        await put(store, b"two")
+        await store.close()
+
+        store = FileStore(section(tmp_path))
+        restore = store.catalog.restore
+        calls: list[StoredFile] = []
+
+        def fail_at_the_second(file: StoredFile) -> None:
+            calls.append(file)
+            if len(calls) == 2:
+                raise RuntimeError("a bug")
+            restore(file)
+
+        monkeypatch.setattr(store.catalog, "restore", fail_at_the_second)
+        await store.start()
+        async with asyncio.timeout(20):
+            while not store.is_open:  # noqa: ASYNC110 - the store has no event for it
+                await asyncio.sleep(0.01)
+        assert (store.catalog.num_files, store.catalog.num_bytes, len(calls)) == (2, 6, 4)
+        await store.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_file_that_cannot_be_removed_stays_listed(tmp_path: Path) -> None:
