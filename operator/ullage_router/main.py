@@ -148,9 +148,9 @@ class Router:
         self.service.leave()
         if self._console:
             self._console.close()
+        self._health.set_ready(False)
         if self.service.batches:
             await self.service.batches.close()
-        self._health.set_ready(False)
         await self._http.leave(LEAVE_S)
 
         self.service.scale_to_zero.queue.close()

@@ -134,7 +134,10 @@ class Engines:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._lookups.close()
-        await asyncio.gather(*(engine.close() for engine in self._engines.values()), *self._closing)
+        closing = (*(engine.close() for engine in self._engines.values()), *self._closing)
+        for result in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(result, Exception):
+                log.error("an engine's connection was not closed", exc_info=result)
 
     def all(self) -> list[Engine]:
         """Return all engines, in any state."""

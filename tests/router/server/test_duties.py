@@ -12,9 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.router import PoolSection, PrefillSection
 from ullage_router.admission.prefill_window import PrefillWindow
+from ullage_router.batches.runner import BatchRunner
 from ullage_router.engines import engines as engines_module
+from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.server.service import RouterService
+from ullage_router.tenants.registry import Tenants
 from ullage_router.tickets import issuer as issuer_module
 from ullage_router.tickets.book import OpenTickets
 
@@ -137,3 +140,59 @@ def test_requests_of_a_prefill_window_go_on() -> None:
             await window.settle(waiting)
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_be_closed_does_not_end_the_end(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close = Engine.close
+    tenants_close = Tenants.close
+    closed: list[object] = []
+
+    async def fail(engine: Engine) -> None:
+        await close(engine)
+        raise RuntimeError("a bug")
+
+    async def note(tenants: Tenants) -> None:
+        closed.append(tenants)
+        await tenants_close(tenants)
+
+    monkeypatch.setattr(Engine, "close", fail)
+    monkeypatch.setattr(Tenants, "close", note)
+
+    async def scenario() -> None:
+        async with start_service():
+            pass
+
+    asyncio.run(scenario())
+    assert len(closed) == 1
+    assert "an engine's connection was not closed" in caplog.messages
+
+
+def test_readiness_ends_before_batches_are_waited_for(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    close = BatchRunner.close
+    states: list[int] = []
+
+    async def scenario() -> None:
+        async with start_service(files={"dir": str(tmp_path)}) as service:
+            health = health_pb2_grpc.HealthStub(service.channel)
+
+            async def status() -> int:
+                answer = await health.Check(health_pb2.HealthCheckRequest())
+                return int(answer.status)
+
+            async def note(batches: BatchRunner) -> None:
+                if not states:
+                    states.append(await status())
+                await close(batches)
+
+            async with asyncio.timeout(20):
+                while await status() != health_pb2.HealthCheckResponse.SERVING:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            monkeypatch.setattr(BatchRunner, "close", note)
+            await service.router.stop()
+
+    asyncio.run(scenario())
+    assert states == [health_pb2.HealthCheckResponse.NOT_SERVING]
