@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ullage_router.errors import no_thread
-from ullage_router.thread_pool import NoThread, ThreadPool
+from ullage_router.thread_pool import JOIN_S, NoThread, ThreadPool
 
 INLINE_BYTES = 16 << 10
 """Maximum size in bytes of a body that is handled on the event loop, in about a millisecond."""
@@ -63,7 +63,7 @@ class IntakeThread:
 
     def close(self) -> None:
         """Stop the thread after the current function, and drop all pending work."""
-        self._threads.close()
+        self._threads.close(JOIN_S)
 
     def _start_next(self) -> None:
         while self._waiting and not self._is_running:

@@ -4,10 +4,14 @@ import asyncio
 import contextlib
 import errno
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+JOIN_S = 5.0
+"""Maximum seconds to wait for native code at the end of the router."""
 
 T = TypeVar("T")
 
@@ -34,7 +38,7 @@ class ThreadPool:
         self._queue: SimpleQueue[list[Any]] = SimpleQueue()
         """Pairs of work and its future. An empty list ends a thread."""
         self._lock = threading.Lock()
-        self._num_threads = 0
+        self._threads: list[threading.Thread] = []
         self._num_jobs = 0
         self._is_closed = False
 
@@ -55,31 +59,38 @@ class ThreadPool:
         with self._lock:
             if self._is_closed:
                 raise NoThread(errno.ESHUTDOWN, "its threads have ended")
-            if self._num_threads <= self._num_jobs and self._num_threads < self._size:
+            if len(self._threads) <= self._num_jobs and len(self._threads) < self._size:
                 self._start_thread()
             self._num_jobs += 1
             self._queue.put([work, future])
         return future
 
-    def close(self) -> None:
-        """Take no more work. Threads end once they have done the work that they were given."""
+    def close(self, join_s: float = 0.0) -> None:
+        """Take no more work. Threads end once they have done the work that they were given.
+
+        Args:
+            join_s: maximum seconds to wait for the threads. Native code that still runs when the
+                interpreter ends could abort the process.
+        """
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            for _ in range(self._num_threads):
-                self._queue.put([])
+            if not self._is_closed:
+                self._is_closed = True
+                for _ in self._threads:
+                    self._queue.put([])
+        ends_at = time.monotonic() + join_s
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at - time.monotonic()))
 
     def _start_thread(self) -> None:
-        name = f"{self._name}_{self._num_threads}"
+        name = f"{self._name}_{len(self._threads)}"
         thread = threading.Thread(target=self._serve, name=name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            if not self._num_threads:
+            if not self._threads:
                 raise NoThread(errno.EAGAIN, str(error)) from error
         else:
-            self._num_threads += 1
+            self._threads.append(thread)
 
     def _serve(self) -> None:
         while handed := self._queue.get():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from ullage_router.errors import no_thread, texts_full
-from ullage_router.thread_pool import NoThread, ThreadPool
+from ullage_router.thread_pool import JOIN_S, NoThread, ThreadPool
 
 INLINE_CHARACTERS = 4096
 """Maximum characters of a text processed on the event loop, which takes about a millisecond."""
@@ -92,7 +92,7 @@ class TokenizerThreads:
         """Cancel all waiting jobs, and shut down the thread pool."""
         for job in (*self._short, *self._long):
             job.future.cancel()
-        self._threads.close()
+        self._threads.close(JOIN_S)
 
     def _add(self, size: int, work: Callable[[], Any], tenant: str) -> _Job:
         own = self._sizes[tenant]

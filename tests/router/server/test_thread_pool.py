@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -142,3 +143,19 @@ def test_a_process_ends_though_its_thread_hangs() -> None:
         [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False
     )
     assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr
+
+
+async def test_the_end_waits_for_work_that_runs() -> None:
+    pool = ThreadPool(1, "test")
+    ends = list[str]()
+    is_running = threading.Event()
+
+    def work() -> None:
+        is_running.set()
+        time.sleep(0.1)
+        ends.append("work")
+
+    pool.start(work)
+    is_running.wait(20)
+    pool.close(join_s=20)
+    assert ends == ["work"]
