@@ -51,7 +51,8 @@ def test_an_error_has_kubectls_words(kubectl: Path) -> None:
 
 
 def test_an_exited_kubectl_is_started_again(kubectl: Path) -> None:
-    kubectl.write_text("#!/bin/sh\necho 'Forwarding from 127.0.0.1:1 -> 8000'\n")
+    # With `exec` the shell reads no more of the file, which is rewritten next.
+    kubectl.write_text("#!/bin/sh\nexec echo 'Forwarding from 127.0.0.1:1 -> 8000'\n")
     with PortForward("default", "pod/chat", 8000) as forward:
         assert forward.url() == "http://127.0.0.1:1"
         kubectl.write_text(
