@@ -57,6 +57,12 @@ _COMMITTED = {pb.COMMITTED_STORED: Status.STORED, pb.COMMITTED_STALE: Status.STA
 
 log = logging.getLogger(__name__)
 
+_Method = Callable[["kv_pb2_grpc.KVStoreServiceStub"], Callable[..., Any]]
+"""Function that returns a stub's method that starts an RPC without waiting for it."""
+
+_broken_channels: list[grpc.Channel | None] = []
+"""Channels that can be neither used nor closed."""
+
 
 class _WrongAnswer(Exception):
     """Raised if a peer's response violates the protocol. The message explains how."""
@@ -90,7 +96,7 @@ class PeerClient:
         """Human-readable description of the last failure, or "" if the peer has answered since."""
         self._server_name = server_name
         self._own = own
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._channel: grpc.Channel | None = None
         self._stub: kv_pb2_grpc.KVStoreServiceStub | None = None
         self._material: Material | None = None
@@ -119,8 +125,12 @@ class PeerClient:
         """
         request = pb.LookupRequest(geometry=self._own.geometry, keys=keys)
         try:
-            call: Any = self._connect().Lookup.future(request, timeout=timeout_s)
+            call = self._begin(lambda stub: stub.Lookup.future, request, timeout_s)
         except ValueError:  # closed
+            on_held([])
+            return
+        except RuntimeError as error:  # no thread can be started
+            self._fail(error)
             on_held([])
             return
 
@@ -147,7 +157,7 @@ class PeerClient:
             self.num_reads += 1
         try:
             self._read(transfers, arriving, ends_at)
-        except (grpc.RpcError, ValueError, _WrongAnswer) as error:
+        except (grpc.RpcError, RuntimeError, ValueError, _WrongAnswer) as error:
             return arriving.results(self._fail(error))
         finally:
             with self._lock:
@@ -186,9 +196,11 @@ class PeerClient:
 
                 keys = [transfers[place].key for place in pinned]
                 request = pb.ReadRequest(lease=answer.lease, keys=keys)
-                arriving.take(pinned, stub.Read(request, timeout=_remaining_s(ends_at)))
+                chunks = self._begin(lambda stub: stub.Read, request, _remaining_s(ends_at))
+                arriving.take(pinned, chunks)
             finally:
-                released = _end_lease(stub.Release, pb.ReleaseRequest(lease=answer.lease))
+                release = pb.ReleaseRequest(lease=answer.lease)
+                released = self._end_lease(lambda stub: stub.Release.future, release)
             if places and released is not None:
                 released.result()
 
@@ -202,7 +214,7 @@ class PeerClient:
         results = [Result(Status.ERROR, REMOTE)] * len(transfers)
         try:
             self._write(transfers, results, ends_at)
-        except (grpc.RpcError, ValueError, _WrongAnswer) as error:
+        except (grpc.RpcError, RuntimeError, ValueError, _WrongAnswer) as error:
             failure = self._fail(error)
             return [failure if each.status is Status.ERROR else each for each in results]
         self._succeed()
@@ -245,7 +257,8 @@ class PeerClient:
                 results[number] = Result(status, REMOTE, size)
         finally:
             if not is_committed:
-                _end_lease(stub.Abort, pb.AbortRequest(lease=answer.lease))
+                abort = pb.AbortRequest(lease=answer.lease)
+                self._end_lease(lambda stub: stub.Abort.future, abort)
 
     def close_retired(self, after_s: float) -> None:
         """Close channels whose client certificate was replaced at least `after_s` seconds ago."""
@@ -265,6 +278,38 @@ class PeerClient:
             self._channel = None
         for channel in channels:
             channel.close()
+
+    def _end_lease(self, method: _Method, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
+        """Send the RPC that ends a lease, without waiting for the response.
+
+        Returns:
+            The RPC, or None if there is no lease, or if the RPC cannot be sent. Leases expire.
+        """
+        if not request.lease:
+            return None
+        with contextlib.suppress(RuntimeError, ValueError):
+            call = self._begin(method, request, _END_LEASE_S)
+            call.add_done_callback(lambda _: None)  # gRPC cancels a call without references
+            return call
+        return None
+
+    def _begin(self, method: _Method, request: Any, timeout_s: float) -> Any:
+        """Start an RPC that a thread of gRPC completes, and return the call.
+
+        Raises:
+            ValueError: the tier is closed.
+            RuntimeError: the thread cannot be started.
+        """
+        with self._lock:
+            stub = self._connect()
+            try:
+                return method(stub)(request, timeout=timeout_s)
+            except RuntimeError:
+                # From now on this channel completes no call (grpc 1.85), not even `close`.
+                _broken_channels.append(self._channel)
+                self._channel = None
+                self._stub = None
+                raise
 
     def _connect(self) -> "kv_pb2_grpc.KVStoreServiceStub":
         """Return a stub for a channel that uses the newest certificate.
@@ -387,18 +432,3 @@ def _written(number: int, transfer: Transfer) -> pb.WrittenBlock:
 
 def _remaining_s(ends_at: float) -> float:
     return max(0.0, ends_at - time.monotonic())
-
-
-def _end_lease(method: Any, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
-    """Send the RPC that ends a lease, without waiting for the response.
-
-    Returns:
-        The RPC, or None if there is no lease or the channel is closed.
-    """
-    if not request.lease:
-        return None
-    with contextlib.suppress(ValueError):
-        call = method.future(request, timeout=_END_LEASE_S)
-        call.add_done_callback(lambda _: None)  # gRPC cancels a call without references
-        return call
-    return None

@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import errno
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from grpc import _channel
 from hypothesis import given
 from hypothesis import strategies as st
 from ullage_testing.kv_peer import SPACE, KvPeer, LoopThread, bytes_of, keys_of, until
 from ullage_testing.ports import free_port
+from ullage_testing.thread_limit import no_new_threads
 
 from ullage_kv import Arena, Block, Result, Status, Store, Transfer
 from ullage_kv.remote_tier import MAX_LOADS, Hints, RemoteTier
@@ -444,7 +445,7 @@ def test_a_name_that_no_dns_server_accepts_is_logged(
 
 
 def test_a_load_without_a_thread_fails_and_leaves_no_trace(
-    peer: KvPeer, start_tier: StartTier, monkeypatch: pytest.MonkeyPatch
+    peer: KvPeer, start_tier: StartTier
 ) -> None:
     keys = keys_of(1)
     peer.put(keys)
@@ -452,12 +453,35 @@ def test_a_load_without_a_thread_fails_and_leaves_no_trace(
     tier.look(keys).result(60)
     transfers = [Transfer(keys[0], memoryview(bytearray(SIZE)))]
 
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
+    with no_new_threads():
         for _ in range(MAX_LOADS + 1):
             assert statuses(tier.load(transfers, 60).result(60)) == [Status.UNAVAILABLE]
     assert tier.stats().queued == 0
     assert statuses(tier.load(transfers, 60).result(60)) == [Status.HIT]
+
+
+def test_a_look_without_a_thread_is_unanswered_and_the_next_one_is_answered(
+    peer: KvPeer, start_tier: StartTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC starts a thread for the calls of a channel that has none."""
+    keys = keys_of(1)
+    peer.put(keys)
+    tier = start_tier(peer.address)
+    refusals = 1
+    start = _channel._run_channel_spin_thread
+
+    def start_later(state: object) -> None:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            raise RuntimeError("can't start new thread")
+        start(state)
+
+    monkeypatch.setattr(_channel, "_run_channel_spin_thread", start_later)
+    # While the channel's first call runs, it has its thread.
+    until(lambda: tier.look(keys_of(2)).result(60) is None and not refusals)
+    tier.look(keys).result(60)
+    assert tier.holds(keys) == [True]
+    assert statuses(tier.load([Transfer(keys[0], memoryview(bytearray(SIZE)))], 60).result(60)) == [
+        Status.HIT
+    ]
