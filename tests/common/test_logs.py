@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ullage_testing.thread_limit import no_new_threads
 
 from ullage_common.process import log_writer, logs
 from ullage_common.process.log_writer import DROPPED, MAX_WAITING_BYTES, LineWriter
@@ -137,11 +138,7 @@ def test_lines_that_find_no_thread_are_written_with_the_next(
     writer = LineWriter(fd)
     writer.setFormatter(Lines())
 
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
+    with no_new_threads():
         writer.handle(record("a"))
         writer.handle(record("b"))
     writer.handle(record("c"))
@@ -159,11 +156,7 @@ def test_lines_that_wait_without_a_thread_are_written_even_if_no_more_fit(
     writer = LineWriter(fd)
     writer.setFormatter(Lines())
 
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
+    with no_new_threads():
         for text in ("a", "b", "dropped"):
             writer.handle(record(text))
     writer.handle(record("dropped"))

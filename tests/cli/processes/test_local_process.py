@@ -361,6 +361,7 @@ def test_progress_survives_a_terminal_that_is_gone() -> None:
     terminal = os.fdopen(writer, "w")
     view = StartView(["demo-single-0"], open_console(terminal))
     view.update("demo-single-0", "weights 1%")
+    assert b"demo-single-0: weights 1%" in os.read(reader, 1000)
     os.close(reader)
     for percent in range(2, 5):
         view.update("demo-single-0", f"weights {percent}%")

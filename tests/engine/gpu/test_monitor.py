@@ -97,3 +97,6 @@ def test_a_driver_that_fails_for_good_gives_the_batch_back(driver: Driver) -> No
         watch.close()
 
     asyncio.run(scenario())
+    shares = [each.batch_share for each in boosts]
+    assert min(shares) == 0.5
+    assert shares[-1] == 1.0

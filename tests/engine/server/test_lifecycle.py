@@ -17,6 +17,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from ullage_testing.health import becomes
 from ullage_testing.ports import free_port
 
 from ullage.admin.v1 import admin_pb2
@@ -63,16 +64,6 @@ async def health(engine: Any, service: str) -> int:
     stub = health_pb2_grpc.HealthStub(engine.channel)
     response = await stub.Check(health_pb2.HealthCheckRequest(service=service))
     return int(response.status)
-
-
-async def becomes(engine: Any, service: str, status: int) -> None:
-    stub = health_pb2_grpc.HealthStub(engine.channel)
-    call = stub.Watch(health_pb2.HealthCheckRequest(service=service))
-    async with asyncio.timeout(20):
-        async for response in call:
-            if response.status == status:
-                break
-    call.cancel()
 
 
 @pytest.mark.parametrize(

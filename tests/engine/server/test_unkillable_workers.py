@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
+from ullage_testing.health import becomes
 
 from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
@@ -75,16 +76,6 @@ async def refusal(answer: Any) -> ServiceError:
     return from_rpc_error(raised.value)
 
 
-async def becomes(engine: Any, service: str, status: int) -> None:
-    stub = health_pb2_grpc.HealthStub(engine.channel)
-    call = stub.Watch(health_pb2.HealthCheckRequest(service=service))
-    async with asyncio.timeout(20):
-        async for response in call:
-            if response.status == status:
-                break
-    call.cancel()
-
-
 def test_an_engine_is_not_ready_from_the_moment_of_the_kill(serve: Serve) -> None:
     """The default time for the process to end is half a minute. Routers do not wait for it."""
 
@@ -146,10 +137,12 @@ def test_an_engine_says_why_it_does_not_stop(
             await engine.admin.InjectFault(KILL)
             engine.stop.set()
             engine.hurry.set()
-            while REASON not in caplog.text:  # noqa: ASYNC110 - a log has no event
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(20):
+                while REASON not in caplog.text:  # noqa: ASYNC110 - a log has no event
+                    await asyncio.sleep(0.01)
+            assert not engine.running.done()
             Unkillable.release()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 await engine.running
 
     asyncio.run(scenario())

@@ -71,6 +71,7 @@ def test_a_key_runs_again_after_the_time_it_asked_for():
         await queue.close()
 
     asyncio.run(scenario())
+    assert set(runs) == {"a"}
 
 
 def test_a_key_that_asks_for_nothing_is_forgotten_and_may_come_back():
@@ -89,6 +90,7 @@ def test_a_key_that_asks_for_nothing_is_forgotten_and_may_come_back():
         await queue.close()
 
     asyncio.run(scenario())
+    assert runs == ["a", "a"]
 
 
 def test_a_failing_run_is_reported_and_does_not_stop_others(caplog):

@@ -58,7 +58,7 @@ def service_account(tmp_path, monkeypatch, make_authority):
 
 
 def let_pass(monkeypatch, seconds):
-    """What the library takes for now is so much later."""
+    """Let the Kubernetes library see a clock that is some seconds ahead."""
 
     class Later(datetime.datetime):
         @classmethod

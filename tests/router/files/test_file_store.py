@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ullage_testing.thread_limit import no_new_threads
 
 from ullage_common.config.router import FilesSection
 from ullage_common.wire.errors import ServiceError
@@ -453,20 +454,14 @@ def test_a_disk_that_is_full_at_the_end_leaves_a_growing_file_countable(
     asyncio.run(scenario())
 
 
-def test_an_upload_is_removed_though_no_thread_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_an_upload_is_removed_though_no_thread_can_be_started(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = await opened(tmp_path)
         upload = await store.begin_upload("")
         upload.begin("notes.txt")
         await upload.write(b"x" * 300_000)
         store._threads = ThreadPool(1, "none")
-        with monkeypatch.context() as limited:
-            limited.setattr(threading.Thread, "start", fail)
+        with no_new_threads():
             with pytest.raises(ServiceError, match="allow its container more") as error:
                 await upload.write(b"x" * 300_000)
             assert (http_status(error.value), error.value.reason) == (503, "NO_THREAD")

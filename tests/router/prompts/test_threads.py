@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from ullage_testing.thread_limit import no_new_threads
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
@@ -179,15 +180,11 @@ async def test_an_error_is_the_callers(threads: TokenizerThreads) -> None:
 
 
 async def test_a_text_for_which_there_is_no_thread_is_refused_and_later_ones_are_not(
-    threads: TokenizerThreads, monkeypatch: pytest.MonkeyPatch
+    threads: TokenizerThreads,
 ) -> None:
     done: list[str] = []
 
-    def fail(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", fail)
+    with no_new_threads():
         for size in (SHORT, LONG_CHARACTERS, SHORT, LONG_CHARACTERS):
             with pytest.raises(ServiceError, match="can't start new thread") as refused:
                 await threads.run(size, lambda: done.append("refused"), "a")

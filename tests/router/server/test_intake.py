@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import pytest
+from ullage_testing.thread_limit import no_new_threads
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import http_status
@@ -78,18 +79,12 @@ def test_an_error_is_its_own_and_a_client_that_went_is_skipped() -> None:
     asyncio.run(scenario())
 
 
-def test_a_body_for_which_there_is_no_thread_is_refused_and_later_ones_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_body_for_which_there_is_no_thread_is_refused_and_later_ones_are_read() -> None:
     done: list[str] = []
-
-    def fail(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
 
     async def scenario() -> None:
         intake = IntakeThread()
-        with monkeypatch.context() as limited:
-            limited.setattr(threading.Thread, "start", fail)
+        with no_new_threads():
             for tenant in ("a", "b"):
                 with pytest.raises(ServiceError, match="can't start new thread") as error:
                     await intake.run(LONG, tenant, lambda: done.append("refused"))

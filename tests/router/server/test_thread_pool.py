@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+from ullage_testing.thread_limit import no_new_threads
 
 from ullage_router.thread_pool import NoThread, ThreadPool
 
@@ -28,10 +29,6 @@ async def main():
 asyncio.run(main())
 print("ended")
 """
-
-
-def fail_to_start(_: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -57,13 +54,11 @@ async def test_an_error_keeps_no_work_alive() -> None:
         pool.close()
 
 
-async def test_work_that_was_refused_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_that_was_refused_is_never_done() -> None:
     done: list[int] = []
     pool = ThreadPool(2, "test")
-    with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", fail_to_start)
-        with pytest.raises(NoThread, match="can't start new thread"):
-            pool.start(lambda: done.append(1))
+    with no_new_threads(), pytest.raises(NoThread, match="can't start new thread"):
+        pool.start(lambda: done.append(1))
     await pool.start(lambda: done.append(2))
     assert done == [2]
 
@@ -96,16 +91,13 @@ async def test_work_that_waits_in_the_pool_can_be_cancelled() -> None:
     pool.close()
 
 
-async def test_refused_work_is_freed_and_costs_no_thread_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_refused_work_is_freed_and_costs_no_thread_later() -> None:
     pool = ThreadPool(2, "test")
     work = functools.partial(int, "1")
     kept = weakref.ref(work)
     gc.disable()
     try:
-        with monkeypatch.context() as limited:
-            limited.setattr(threading.Thread, "start", fail_to_start)
+        with no_new_threads():
             for _ in range(3):
                 with pytest.raises(NoThread):
                     pool.start(work)
@@ -121,14 +113,11 @@ async def test_refused_work_is_freed_and_costs_no_thread_later(
     pool.close()
 
 
-async def test_one_thread_does_the_work_if_no_other_can_be_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_one_thread_does_the_work_if_no_other_can_be_started() -> None:
     go_on = threading.Event()
     pool = ThreadPool(2, "test")
     first = pool.start(lambda: go_on.wait(20))
-    with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", fail_to_start)
+    with no_new_threads():
         second = pool.start(threading.get_ident)
         go_on.set()
         assert await first
