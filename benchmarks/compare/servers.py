@@ -393,8 +393,8 @@ def reason_of(lines: Sequence[str]) -> str:
     A server whose child process fails writes the child's error first, and then its own.
     """
     for line in lines:
-        found = _ERROR.search(line)
-        if found and "WARNING" not in line:
-            return found.group()
-    full = [line.strip() for line in lines if line.strip()]
-    return full[-1] if full else ""
+        error = _ERROR.search(line)
+        if error and "WARNING" not in line:
+            return error.group()
+    texts = [line.strip() for line in lines if line.strip()]
+    return texts[-1] if texts else ""

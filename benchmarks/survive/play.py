@@ -175,7 +175,7 @@ def start(server: Server, box: Container, logs: Path) -> Iterator[Running]:
 
 
 def outcomes_of(server: Server, names: Sequence[str], sitting: Sitting) -> Iterator[Outcome]:
-    """Yield the outcome of each case, all of which have the server's setting.
+    """Yield the outcome of each case. All cases have the server's setting.
 
     A server serves one case after the other while it lives, unless a case wants a new server.
     """
@@ -224,9 +224,9 @@ def crash_loop(server: Server, sitting: Sitting) -> Outcome:
             failure = (
                 f"does not start after {num_back + 1} kills: {reason_of(str(error).splitlines())}"
             )
-        left = box.shared_files()
+        after = box.shared_files()
 
-    seen = f"back {max(0, num_back)} of {sitting.num_kills} times, /dev/shm {growth(before, left)}"
+    seen = f"back {max(0, num_back)} of {sitting.num_kills} times, /dev/shm {growth(before, after)}"
     return Outcome(server.name, CRASH_LOOP, restarts=seen, failure=failure)
 
 

@@ -111,10 +111,10 @@ def _cell(outcome: Outcome) -> str:
     word = f"**{outcome.word}**" if outcome.server == OURS and not outcome.fault else outcome.word
     # The row with all figures has the numbers of answers, too.
     answers = dict.fromkeys(_COUNT.sub("", outcome.cause).split(", "))
-    told = [each for each in answers if each not in ("", SERVED)]
-    if outcome.broken and BROKEN in told:
-        told.remove(BROKEN)
-    return ", ".join([*told, word])
+    failures = [each for each in answers if each not in ("", SERVED)]
+    if outcome.broken and BROKEN in failures:
+        failures.remove(BROKEN)
+    return ", ".join([*failures, word])
 
 
 def between_marks(page: str, table: str) -> str:

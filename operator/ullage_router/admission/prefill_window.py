@@ -101,8 +101,8 @@ class PrefillWindow:
         reservations = self._open.pop(pool)
         try:
             keys = {key for reservation in reservations for key in reservation.choices}
-            known = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
-            engines = {k: e for k, e in known.items() if e.standing is EngineState.USABLE}
+            present = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
+            engines = {k: e for k, e in present.items() if e.standing is EngineState.USABLE}
             if all(reservation.engine.key in engines for reservation in reservations):
                 self._move(reservations, engines)
         finally:  # no request may wait forever, even after an error
