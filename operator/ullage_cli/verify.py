@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -36,6 +37,8 @@ from ullage_verify.scenarios.settings import (
 from ullage_verify.target import TargetError, describe
 
 INTERRUPTED = 130
+QUIET_INTERVAL_S = 60.0
+"""Seconds between two steps that are printed while standard error is no terminal."""
 
 HELP = """scenarios:
   streams    many streams, a slow client, clients that vanish
@@ -254,11 +257,16 @@ def _faults(options: argparse.Namespace) -> Iterator[Mapping[str, Fault]]:
 
 
 class Screen:
-    """Prints criteria to standard output, and shows the current step on a terminal."""
+    """Prints criteria to standard output, and the current step to standard error.
+
+    A terminal shows each step. Elsewhere, a step is printed every QUIET_INTERVAL_S seconds.
+    """
 
     def __init__(self) -> None:
         self._is_live = sys.stderr.isatty()
         self._scenario = ""
+        self._printed_at = time.monotonic()
+        """Time of the last step that was printed outside of a terminal, or of the start."""
 
     def show(self, criterion: Criterion) -> None:
         """Print a criterion. Before a scenario's first criterion, print the scenario's name."""
@@ -269,6 +277,12 @@ class Screen:
         print(reports.line(criterion), flush=True)
 
     def progress(self, step: str) -> None:
-        """Show the current step in place of the previous one, if standard error is a terminal."""
+        """Show the current step, in place of the previous one on a terminal. "" shows none."""
         if self._is_live:
             print(f"\r\033[K{step and f'  … {step}'}", end="", file=sys.stderr, flush=True)
+            return
+
+        now = time.monotonic()
+        if step and now >= self._printed_at + QUIET_INTERVAL_S:
+            self._printed_at = now
+            print(f"  … {step}", file=sys.stderr, flush=True)

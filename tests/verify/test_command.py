@@ -56,6 +56,19 @@ def test_reports(fake_server: Fake, tmp_path: Path, capsys: pytest.CaptureFixtur
     ElementTree.fromstring((tmp_path / "svg").read_text())
 
 
+def test_without_a_terminal_a_step_is_printed_from_time_to_time(
+    fake_server: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ullage_cli.verify.QUIET_INTERVAL_S", 0.0)
+    assert verify(fake_server, "streams", "URL") == 0
+    steps = capsys.readouterr().err.splitlines()
+    assert "  … a slow client" in steps
+
+    monkeypatch.setattr("ullage_cli.verify.QUIET_INTERVAL_S", 600.0)
+    assert verify(fake_server, "streams", "URL") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_failure_is_status_1(fake_server: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(fake_server, "streams", "URL", keeps_vanished=True) == 1
     assert "✗ requests of vanished clients end: " in capsys.readouterr().out
