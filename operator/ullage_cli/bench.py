@@ -14,7 +14,13 @@ from ullage_bench import report as reports
 from ullage_bench.levels import Level, Objectives, cost_of, engines_for, knee, regressions
 from ullage_bench.load import LOOPS, TURNS, Sender, Shape, sweep
 from ullage_bench.report import Report
-from ullage_cli.server_url import add_report_files, add_target, server_url, write_reports
+from ullage_cli.server_url import (
+    add_report_files,
+    add_target,
+    check_report_files,
+    server_url,
+    write_reports,
+)
 from ullage_operator.api.errors import LocalFailure
 from ullage_verify.client import OpenAIClient
 from ullage_verify.target import Target, TargetError, describe
@@ -127,6 +133,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LocalFailure: the server cannot be measured, or a file cannot be read or written.
     """
+    check_report_files(options)
     baseline = _read(options.baseline) if options.baseline else None
     # As an exception, the signal ends kubectl.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -157,6 +164,20 @@ async def _bench(url: str, baseline: Report | None, options: argparse.Namespace)
         target = await describe(client, options.model, options.context)
         shape = Shape(options.input_tokens, max(1, options.output_tokens), options.prefix_tokens)
         _check_fits(shape, target, options.mode)
+        report = Report(
+            url=url,
+            model=target.model,
+            mode=options.mode,
+            input_tokens=shape.input_tokens,
+            output_tokens=shape.output_tokens,
+            prefix_tokens=shape.prefix_tokens,
+            num_engines=0,
+            levels=(),
+            objectives=Objectives(options.ttft, options.e2e),
+            knee=None,
+        )
+        if baseline:
+            _check_same_test(report, baseline)
         print(f"{client.url}: {target.model}, {shape.input_tokens} in, {shape.output_tokens} out")
 
         tried = options.loads or await _loads(target, shape, options)
@@ -164,22 +185,11 @@ async def _bench(url: str, baseline: Report | None, options: argparse.Namespace)
         sender = Sender(target, shape, seed=1)
         levels = await sweep(LOOPS[options.mode], sender, tried, options.seconds, _show)
 
-        objectives = Objectives(options.ttft, options.e2e)
-        best = knee(levels, objectives)
+        best = knee(levels, report.objectives)
         num_engines, engines_from = await _engines(target, best, options.engines)
 
-    report = Report(
-        url=url,
-        model=target.model,
-        mode=options.mode,
-        input_tokens=shape.input_tokens,
-        output_tokens=shape.output_tokens,
-        prefix_tokens=shape.prefix_tokens,
-        num_engines=num_engines,
-        levels=levels,
-        objectives=objectives,
-        knee=best,
-        engines_from=engines_from,
+    report = msgspec.structs.replace(
+        report, num_engines=num_engines, levels=levels, knee=best, engines_from=engines_from
     )
     return _with_conclusions(report, baseline, options)
 
@@ -196,7 +206,6 @@ def _with_conclusions(
         return report
     worse: Sequence[str] = ()
     if baseline and baseline.knee:
-        _check_same_test(report, baseline)
         worse = regressions(best, baseline.knee, options.tolerance / PERCENT)
     cost = cost_of(best, options.price, report.num_engines) if options.price else None
     wanted = engines_for(options.rate, best, report.num_engines) if options.rate else None

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -64,6 +65,23 @@ def add_report_files(parser: argparse.ArgumentParser, picture: str) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as a table")
     parser.add_argument("--svg", type=Path, metavar="FILE", help=f"write it as a {picture}")
+
+
+def check_report_files(options: argparse.Namespace) -> None:
+    """Check that the reports of `add_report_files` can be written, before a long measurement.
+
+    Raises:
+        LocalFailure: a file's folder does not exist or refuses files, or the path is a folder.
+    """
+    for path in (options.json, options.markdown, options.svg):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise LocalFailure(f"{path}: Is a directory; choose another file")
+        if not path.parent.is_dir():
+            raise LocalFailure(f"{path}: No such file or directory; choose another file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise LocalFailure(f"{path}: Permission denied; choose another file")
 
 
 def write_reports(

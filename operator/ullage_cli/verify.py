@@ -10,7 +10,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ullage_cli.server_url import add_report_files, add_target, server_url, write_reports
+from ullage_cli.server_url import (
+    add_report_files,
+    add_target,
+    check_report_files,
+    server_url,
+    write_reports,
+)
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
 from ullage_verify import report as reports
@@ -176,19 +182,26 @@ def minutes(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Run the scenarios, print every criterion, and write the reports.
 
+    If a signal interrupts the command, the reports have the criteria that are known by then.
+
     Raises:
         LocalFailure: the server cannot be checked, or a report cannot be written.
     """
+    check_report_files(options)
     names = list(SCENARIOS) if options.scenario == "all" else [options.scenario]
     # As an exception, the signal ends kubectl, removes control groups and continues processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    screen = Screen()
+    report = VerifyReport()
     try:
         with server_url(options) as url:
-            report = asyncio.run(_verify(url, names, options))
+            asyncio.run(_verify(url, names, options, screen, report))
     except TargetError as error:
         raise LocalFailure(str(error)) from None
     except KeyboardInterrupt:
-        return INTERRUPTED
+        screen.progress("")
+        if not report.criteria:
+            return INTERRUPTED
 
     print(f"\n{reports.summary(report)}")
     write_reports(
@@ -199,14 +212,20 @@ def run(options: argparse.Namespace) -> int:
             (options.svg, reports.as_svg),
         ],
     )
-    return int(report.num_failed > 0)
+    return int(report.num_failed > 0) if report.is_complete else INTERRUPTED
 
 
-async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -> VerifyReport:
+async def _verify(
+    url: str,
+    names: Sequence[str],
+    options: argparse.Namespace,
+    screen: "Screen",
+    report: VerifyReport,
+) -> None:
     key = options.api_key or os.environ.get("ULLAGE_API_KEY", "")
-    screen = Screen()
     async with OpenAIClient(url, key, SILENCE_S) as client:
         target = await describe(client, options.model, options.context)
+        report.url, report.model, report.context = client.url, target.model, target.context
         print(f"{client.url}: {target.model}, {target.context} tokens of context", flush=True)
 
         with _faults(options) as faults:
@@ -221,7 +240,7 @@ async def _verify(url: str, names: Sequence[str], options: argparse.Namespace) -
                 processes=ServerProcesses(options.pid) if options.pid else None,
                 progress=screen.progress,
             )
-            return await verify(target, names, settings, screen.show)
+            await verify(target, names, settings, screen.show, report)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,8 @@ def line(criterion: Criterion) -> str:
 def summary(report: VerifyReport) -> str:
     """Return one line with the number of criteria by verdict."""
     counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in MARKS)
-    return f"{counts} in {report.seconds:.0f} s"
+    end = "" if report.is_complete else ", interrupted"
+    return f"{counts} in {report.seconds:.0f} s{end}"
 
 
 def as_json(report: VerifyReport) -> str:
@@ -34,6 +35,7 @@ def as_json(report: VerifyReport) -> str:
         "model": report.model,
         "context": report.context,
         "seconds": round(report.seconds, 1),
+        "complete": report.is_complete,
         "passed": report.count("passed"),
         "failed": report.count("failed"),
         "skipped": report.count("skipped"),

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.scenarios import inject, large, oom, overload, shift, soak, streams
@@ -23,17 +23,19 @@ SCENARIOS: Mapping[str, Scenario] = {
 """All scenarios in the order in which they run. Those that may crash a server come last."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class VerifyReport:
     """The outcome of a run: the server, and all criteria with their verdicts."""
 
-    url: str
-    model: str
-    context: int
-    criteria: Sequence[Criterion]
-    figures: Mapping[str, Mapping[str, object]]
+    url: str = ""
+    model: str = ""
+    context: int = 0
+    criteria: list[Criterion] = field(default_factory=list)
+    figures: dict[str, Mapping[str, object]] = field(default_factory=dict)
     """Measured values without a limit, by scenario."""
-    seconds: float
+    seconds: float = 0.0
+    is_complete: bool = False
+    """Whether all scenarios ran to their end."""
 
     @property
     def num_failed(self) -> int:
@@ -49,29 +51,26 @@ async def verify(
     names: Sequence[str],
     settings: ScenarioSettings,
     show: Callable[[Criterion], None],
-) -> VerifyReport:
-    """Run scenarios against a server, and return a report with every criterion.
+    report: VerifyReport,
+) -> None:
+    """Run scenarios against a server, and add every criterion to a report.
+
+    If the call is cancelled, the report has the criteria whose verdict is known by then.
 
     Args:
         target: the server.
         names: keys of SCENARIOS.
         settings: options of the scenarios.
         show: called with each criterion as soon as its verdict is known.
+        report: the report to fill.
     """
     began = time.monotonic()
-    criteria: list[Criterion] = []
-    figures: dict[str, Mapping[str, object]] = {}
     for name in names:
         checks = Checks(name, show)
-        await SCENARIOS[name](target, settings, checks)
-        criteria += checks.criteria
-        figures[name] = checks.figures
-
-    return VerifyReport(
-        url=target.client.url,
-        model=target.model,
-        context=target.context,
-        criteria=criteria,
-        figures=figures,
-        seconds=time.monotonic() - began,
-    )
+        try:
+            await SCENARIOS[name](target, settings, checks)
+        finally:
+            report.criteria += checks.criteria
+            report.figures[name] = checks.figures
+            report.seconds = time.monotonic() - began
+    report.is_complete = True

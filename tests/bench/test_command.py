@@ -124,9 +124,12 @@ def test_a_baseline_of_another_test_is_refused(
 ) -> None:
     path = tmp_path / "before.json"
     assert bench(fake_server, "URL", *BRIEF, "--loads", "2", "--json", str(path)) == 0
+    capsys.readouterr()
     more = ["--loads", "2", "--mode", "conversations", "--baseline", str(path)]
     assert bench(fake_server, "URL", *BRIEF, *more) == 2
-    assert "--baseline has mode closed, and this run conversations" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "--baseline has mode closed, and this run conversations" in captured.err
+    assert captured.out == "", "the load was measured first"
 
     document = json.loads(path.read_text()) | {"knee": None}
     path.write_text(json.dumps(document))
@@ -170,6 +173,7 @@ def test_refusals_have_no_knee(fake_server: Fake, capsys: pytest.CaptureFixture[
             "conversations of 4 turns of 600 tokens do not fit the context of 600; lower "
             "--input-tokens, --output-tokens or --prefix-tokens",
         ),
+        (["http://127.0.0.1:9", "--json", "/nonexistent/a"], "/nonexistent/a: No such file"),
         (["URL", "--baseline", "/nonexistent"], "--baseline /nonexistent: No such file"),
         (["URL", "--baseline", __file__], "not a report of ullage bench"),
     ],

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import signal
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from ullage_verify.run import SCENARIOS, VerifyReport
 from ullage_verify.scenarios import streams
 
 Fake = Callable[..., Any]
+NUM_TURNS = 12
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,7 @@ def test_reports(fake_server: Fake, tmp_path: Path, capsys: pytest.CaptureFixtur
 
     document = json.loads((tmp_path / "json").read_text())
     assert (document["passed"], document["failed"], document["context"]) == (7, 0, 600)
+    assert document["complete"]
     assert {each["scenario"] for each in document["criteria"]} == {"streams"}
     assert len((tmp_path / "markdown").read_text().splitlines()) == 2 + 7
     ElementTree.fromstring((tmp_path / "svg").read_text())
@@ -67,6 +71,32 @@ def test_without_a_terminal_a_step_is_printed_from_time_to_time(
     monkeypatch.setattr("ullage_cli.verify.QUIET_INTERVAL_S", 600.0)
     assert verify(fake_server, "streams", "URL") == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_reports_the_criteria_so_far(
+    fake_server: Fake, tmp_path: Path, number: signal.Signals
+) -> None:
+    path = tmp_path / "report.json"
+    command = [sys.executable, "-m", "ullage_cli.main", "verify", "soak"]
+    options = ["--minutes", "60", "--json", str(path)]
+
+    async def scenario() -> tuple[int, str]:
+        async with fake_server(max_running=100) as server:
+            process = await asyncio.create_subprocess_exec(
+                *command, server.url, *options, stdout=asyncio.subprocess.PIPE
+            )
+            await server.receives(NUM_TURNS)
+            process.send_signal(number)
+            output, _ = await process.communicate()
+            return process.returncode or 0, output.decode()
+
+    status, output = asyncio.run(scenario())
+    assert status == 130
+    assert output.splitlines()[-1].endswith(", interrupted")
+    document = json.loads(path.read_text())
+    assert document["complete"] is False
+    assert document["criteria"][0]["name"].startswith("every answer of ")
 
 
 def test_a_failure_is_status_1(fake_server: Fake, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +118,8 @@ def test_a_failure_is_status_1(fake_server: Fake, capsys: pytest.CaptureFixture[
         (["URL", "--pod", "chat-0"], {}, "--pod needs --namespace"),
         (["URL", "--node", "a", "-n", "b"], {}, "--node needs --namespace and the name of an LLM"),
         (["URL"], {"max_running": 0}, "a short request failed (429)"),
-        (["URL", "--svg", "/nonexistent/a"], {}, "/nonexistent/a: No such file"),
+        (["http://127.0.0.1:9", "--svg", "/nonexistent/a"], {}, "/nonexistent/a: No such file"),
+        (["http://127.0.0.1:9", "--json", "/"], {}, "/: Is a directory; choose another file"),
     ],
 )
 def test_errors_are_status_2(
@@ -122,6 +153,6 @@ def test_every_scenario_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_table_has_no_stray_bars() -> None:
     criterion = Criterion("s", "a | b", "≤ 1", "x|y", "failed")
-    report = VerifyReport("u", "m", 1, [criterion], {}, 1.0)
+    report = VerifyReport("u", "m", 1, [criterion], {}, 1.0, is_complete=True)
     assert reports.as_markdown(report).splitlines()[-1] == "| s | a / b | ≤ 1 | x/y | ✗ |"
     assert report.num_failed == 1

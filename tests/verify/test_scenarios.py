@@ -326,6 +326,32 @@ def test_many_faults_without_harm(checked: Checked) -> None:
     }
 
 
+def test_a_cancelled_marathon_checks_the_faults_until_then(checked: Checked) -> None:
+    check = marathon_of(lambda server: None, num_faults=1000)
+    criteria = checked(cancelled(check, num_requests=60))
+    assert failed(criteria) == []
+    assert [each.name for each in criteria][:2] == ["lost answers", "answers with other words"]
+
+
+def test_a_cancelled_soak_checks_the_answers_until_then(checked: Checked) -> None:
+    criteria = checked(cancelled(scenario("soak", minutes=60), num_requests=8))
+    assert failed(criteria) == []
+    assert criteria[0].name == "every answer of 0 minutes ends well"
+
+
+def cancelled(check: Callable[..., Any], num_requests: int) -> Callable[..., Any]:
+    """Return a check that is cancelled when the fake server has this many requests."""
+
+    async def run(target: Target, server: Any, checks: Checks) -> None:
+        task = asyncio.ensure_future(check(target, server, checks))
+        await server.receives(num_requests)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    return run
+
+
 def test_pauses_are_shown_for_each_kind_of_fault(checked: Checked) -> None:
     async def happen() -> float:
         return time.monotonic()

@@ -134,7 +134,10 @@ class Marathon:
 
 
 async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
-    """Inject random faults while a stream of each kind runs, and check all responses."""
+    """Inject random faults while a stream of each kind runs, and check all responses.
+
+    If the call is cancelled, the responses that have ended by then are checked.
+    """
     marathon = Marathon(await _undisturbed(target, checks))
     if not any(stream.is_timed for stream in marathon.streams):
         checks.holds("a stream that faults can hit", False, "at least 1", "none")
@@ -146,6 +149,11 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
         marathon.is_over = True
         if is_alive:
             await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        if marathon.num_faults:
+            _check_answers(checks, marathon)
+            _check_pauses(checks, marathon, settings.gap_s)
+        raise
     finally:
         for task in tasks:
             task.cancel()

@@ -12,7 +12,7 @@ from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
 from ullage_verify.quantiles import quantile
 from ullage_verify.scenarios.settings import DEFAULT_E2E_S, ScenarioSettings
-from ullage_verify.target import Target
+from ullage_verify.target import Objective, Target
 
 NUM_SESSIONS = 4
 TURN_TOKENS = (30, 100, 400, 1_000)
@@ -48,21 +48,36 @@ class SoakProgress:
 
 
 async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
-    """Keep four conversations running, and check the responses and the server's memory."""
-    objective = await target.objective(settings.e2e_s, "e2e_p95_s", DEFAULT_E2E_S)
-    progress = SoakProgress(time.monotonic() + 60 * settings.minutes)
-    async with asyncio.TaskGroup() as group:
-        sampler = group.create_task(_sample(target, settings, progress))
-        sessions = [
-            group.create_task(_converse(target, progress, number)) for number in range(NUM_SESSIONS)
-        ]
-        await asyncio.wait(sessions)
-        sampler.cancel()
+    """Keep four conversations running, and check the responses and the server's memory.
 
+    If the call is cancelled, the responses that have ended by then are checked.
+    """
+    objective = await target.objective(settings.e2e_s, "e2e_p95_s", DEFAULT_E2E_S)
+    began = time.monotonic()
+    progress = SoakProgress(began + 60 * settings.minutes)
+    try:
+        async with asyncio.TaskGroup() as group:
+            sampler = group.create_task(_sample(target, settings, progress))
+            sessions = [
+                group.create_task(_converse(target, progress, number))
+                for number in range(NUM_SESSIONS)
+            ]
+            await asyncio.wait(sessions)
+            sampler.cancel()
+    except asyncio.CancelledError:
+        if progress.answers:
+            minutes = round((time.monotonic() - began) / 60, 1)
+            _check(checks, progress, objective, minutes)
+        raise
+
+    _check(checks, progress, objective, settings.minutes)
+
+
+def _check(checks: Checks, progress: SoakProgress, objective: Objective, minutes: float) -> None:
     answers = [answer for answer in progress.answers if not answer.is_refused]
     failed = [answer for answer in answers if not answer.is_whole]
     checks.holds(
-        f"every answer of {settings.minutes:g} minutes ends well",
+        f"every answer of {minutes:g} minutes ends well",
         bool(answers) and not failed,
         "all",
         f"{len(answers) - len(failed)} of {len(answers)}"

@@ -90,6 +90,13 @@ class FakeServer:
     is_hurt: bool = False
     """Whether every stream breaks off, as after the death of a worker."""
     latest: list[dict[str, Any]] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def receives(self, count: int) -> None:
+        """Wait until `count` requests have arrived."""
+        while self.requests < count:
+            self.arrived.clear()
+            await self.arrived.wait()
 
     def die(self) -> None:
         self.is_dead = True
@@ -167,6 +174,7 @@ class FakeServer:
 
         size = len(prompt.split()) + 4
         self.requests += 1
+        self.arrived.set()
         if behaviour.tires_of_long_prompts and size > CONTEXT // 2:
             self.is_tired = True
         if size > CONTEXT and not behaviour.accepts_everything:
