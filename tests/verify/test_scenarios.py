@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from ullage_verify import bystanders
+from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks, Criterion
+from ullage_verify.kinds import KINDS
 from ullage_verify.run import SCENARIOS
 from ullage_verify.scenarios import inject, marathon, shift, soak, streams
 from ullage_verify.scenarios.settings import ScenarioSettings
@@ -324,6 +326,33 @@ def test_many_faults_without_harm(checked: Checked) -> None:
         "answers with other words",
         "p95 of the longest pause",
     }
+
+
+def test_a_stream_whose_new_request_has_no_text_has_not_recovered() -> None:
+    first, second = (marathon.Stream(kind, None) for kind in KINDS[:2])
+    run = marathon.Marathon([first, second])
+    answer = ChatAnswer(began_at=0.0)
+    assert not run.has_recovered(0.0), "nothing was asked"
+
+    first.begin()
+    first.on_text(answer)
+    assert run.has_recovered(0.0)
+
+    second.begin()
+    assert not run.has_recovered(0.0)
+
+    second.on_text(answer)
+    fault_at = time.monotonic()
+    assert run.has_recovered(0.0)
+    assert not run.has_recovered(fault_at)
+
+    second.end(answer)
+    second.begin()
+    first.on_text(answer)
+    assert not run.has_recovered(fault_at), "the second stream was not served since the fault"
+
+    second.on_text(answer)
+    assert run.has_recovered(fault_at)
 
 
 def test_a_cancelled_marathon_checks_the_faults_until_then(checked: Checked) -> None:

@@ -49,8 +49,8 @@ class Stream:
     """Time at which the current or last request was sent, on the monotonic clock."""
     moved_at: float = 0.0
     """Time at which that request was sent, last received text or ended."""
-    has_text: bool = False
-    """Whether that request has received text."""
+    served_at: float = 0.0
+    """Time at which a request last received text or was answered in full."""
     requests: list[tuple[float, float]] = field(default_factory=list)
     """Start and end of each request that has ended since the last call of `forget`."""
     pauses: list[tuple[float, float]] = field(default_factory=list)
@@ -67,18 +67,19 @@ class Stream:
     def begin(self) -> None:
         """Record that a request is sent."""
         self.is_open = True
-        self.has_text = False
         self.began_at = time.monotonic()
         self.moved_at = self.began_at
 
     def on_text(self, _: ChatAnswer) -> None:
         """Record that the current request received text."""
         self._move()
-        self.has_text = True
+        self.served_at = self.moved_at
 
     def end(self, answer: ChatAnswer) -> None:
         """Record that the current request ended."""
         self._move()
+        if answer.is_whole:
+            self.served_at = self.moved_at
         self.is_open = False
         self.requests.append((self.began_at, self.moved_at))
         self.answers.append(answer)
@@ -127,10 +128,12 @@ class Marathon:
     is_over: bool = False
 
     def has_recovered(self, since: float) -> bool:
-        """Return whether all streams have gone on, and at least one was there to do so."""
-        timed = [stream for stream in self.streams if stream.is_timed]
-        is_served = any(each.is_open and each.has_text and each.moved_at > since for each in timed)
-        return is_served and all(each.moved_at > since for each in timed if each.is_open)
+        """Return whether all open streams were served since a time, and there is at least one.
+
+        A new request is not enough: the wait for its first text would count for the next fault.
+        """
+        timed = [stream for stream in self.streams if stream.is_timed and stream.is_open]
+        return bool(timed) and all(stream.served_at > since for stream in timed)
 
 
 async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> None:
