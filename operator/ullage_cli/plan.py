@@ -67,9 +67,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--hardware", metavar="FILE", help="measured engines, which --measure writes"
     )
     replaying.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    objective = "objective for the 95th percentile; prints the number of engines that meet it"
-    replaying.add_argument("--ttft", type=_seconds, metavar="SECONDS", help=objective)
-    replaying.add_argument("--tpot", type=_seconds, metavar="SECONDS", help=objective)
+    objective = "objective for the 95th percentile of the time"
+    engines = "prints the number of engines that meet it"
+    replaying.add_argument(
+        "--ttft",
+        type=_seconds,
+        metavar="SECONDS",
+        help=f"{objective} to the first token; {engines}",
+    )
+    replaying.add_argument(
+        "--tpot", type=_seconds, metavar="SECONDS", help=f"{objective} between tokens; {engines}"
+    )
     replaying.add_argument(
         "--measure", metavar="SERVICE", help="measure a service of ullage up, which must be idle"
     )

@@ -6,15 +6,25 @@ from pathlib import Path
 
 from ullage_cli.manifest_file import upgraded_manifest
 
+HELP = """examples:
+  ullage upgrade-manifest -f old.yaml > new.yaml
+  ullage upgrade-manifest -f old.yaml | diff old.yaml -
+
+Comments are lost. Values that must change are listed on standard error. Check the result with
+ullage plan -f new.yaml. docs/guide/upgrading.md has the other steps of an upgrade.
+
+exit status: 0 upgraded, 2 the manifest is wrong, or has a field without a successor
+"""
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the argument parser of `ullage upgrade-manifest`."""
     parser = commands.add_parser(
         "upgrade-manifest",
         help="print a manifest of 0.1.0 with today's fields",
-        description="Print a manifest of 0.1.0 with today's fields (docs/guide/upgrading.md). "
-        "Comments are lost. Values that must change are listed on standard "
-        "error.",
+        description="Print a manifest of 0.1.0 with today's fields.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of 0.1.0")
     parser.set_defaults(run=run)
