@@ -49,7 +49,7 @@ _EXPOSED = (
     b"x-ratelimit-reset-requests, x-ratelimit-reset-tokens, x-ullage-action, x-ullage-route, "
     b"x-ullage-degraded, x-ullage-trail, x-ullage-model, x-ullage-engine, x-ullage-cascade, "
     b"x-ullage-cached, x-ullage-predicted-kv-bytes, x-ullage-discarded-tokens, x-ullage-revision, "
-    b"x-ullage-ignored"
+    b"x-ullage-ignored, x-ullage-resumed-on, x-ullage-resumed-inexact"
 )
 _PREFLIGHT_S = b"600"
 
