@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 HIDDEN = {"node_modules", "dist", "__pycache__"}
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
+PAGES += sorted((ROOT / "charts").rglob("*.md"))
+PAGES += [ROOT / "engine" / "ullage_kv" / "README.md", ROOT / "newsfragments" / "README.md"]
 
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
