@@ -25,10 +25,10 @@ and the script continues with step 5. To undo a committed release instead:
 `git tag --delete vVERSION; git reset --hard HEAD~1`.
 
 examples:
-  release.py 0.2.0 --dry-run
-  release.py 0.2.0
-  release.py 0.2.0 --registry ghcr.io/ullage --images operator engine engine-cuda
-  release.py 0.2.0 --registry registry.test:5000/ullage --plain-http
+  release.py 1.2.3 --dry-run
+  release.py 1.2.3
+  release.py 1.2.3 --registry ghcr.io/ullage --images operator engine engine-cuda
+  release.py 1.2.3 --registry registry.test:5000/ullage --plain-http
 """
 
 import argparse
@@ -115,9 +115,9 @@ def check_version(version: str, current: str) -> None:
     try:
         parsed = Version(version)
     except InvalidVersion as error:
-        raise ReleaseError(f"version {version!r} is malformed; use one such as 0.2.0") from error
+        raise ReleaseError(f"version {version!r} is malformed; use one such as 1.2.3") from error
     if len(parsed.release) != 3 or str(parsed) != version or parsed.is_prerelease:
-        raise ReleaseError(f"version {version!r} is not MAJOR.MINOR.PATCH; use one such as 0.2.0")
+        raise ReleaseError(f"version {version!r} is not MAJOR.MINOR.PATCH; use one such as 1.2.3")
     if parsed <= Version(current):
         raise ReleaseError(f"version {version} is not above {current}; use a higher one")
 
@@ -352,7 +352,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=rest.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_argument("version", metavar="VERSION", help="MAJOR.MINOR.PATCH, such as 0.2.0")
+    options.add_argument("version", metavar="VERSION", help="MAJOR.MINOR.PATCH, such as 1.2.3")
     options.add_argument("--dry-run", action="store_true", help="check, and show the news")
     options.add_argument(
         "--out", type=Path, metavar="DIR", help="of the artefacts; default: dist/release/VERSION"

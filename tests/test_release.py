@@ -1,6 +1,7 @@
 """scripts/release.py: versions, news, and the tree that a release needs."""
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -32,8 +33,15 @@ def test_only_a_newer_version_follows(version: str, current: str) -> None:
 
 @pytest.mark.parametrize("version", ["", "1", "0.2", "v0.2.0", "0.2.0rc1", "0.2.0.0", "next"])
 def test_a_version_of_another_form_is_refused(version: str) -> None:
-    with pytest.raises(release.ReleaseError, match=r"use one such as 0\.2\.0"):
+    with pytest.raises(release.ReleaseError, match=r"use one such as 1\.2\.3"):
         release.check_version(version, "0.1.0")
+
+
+def test_the_examples_of_the_help_name_versions_that_can_follow() -> None:
+    versions = re.findall(r"^  release\.py (\S+)", str(release.__doc__), re.MULTILINE)
+    assert versions
+    for version in versions:
+        release.check_version(version, release.current_version())
 
 
 def test_the_version_is_written_where_it_is_read() -> None:
