@@ -196,6 +196,27 @@ def test_pages_list_the_sections_that_a_canary_tries() -> None:
     assert names - set(re.findall(r"`([\w.]+)`", section)) == set()
 
 
+def test_every_condition_is_on_the_page_of_conditions() -> None:
+    """docs/guide/healing.md explains a condition, or names the page that does."""
+    trees = [
+        ast.parse(text_of(path)) for path in (ROOT / "operator" / "ullage_operator").rglob("*.py")
+    ]
+    values: dict[str, str] = {}
+    used = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(value))):
+                values[name] = value
+            case ast.Call(func=ast.Name(id="Condition"), args=[ast.Name(id=name), *_]):
+                used.add(name)
+    conditions = {values[name] for name in used if name in values}
+    assert {"Ready", "ScalingActive", "ModelCacheWarm", "RouteAccepted"} <= conditions
+    page = text_of(DOCS / "guide" / "healing.md")
+    assert [
+        each for each in sorted(conditions) if not re.search(rf"^\| {each} \||`{each}`", page, re.M)
+    ] == []
+
+
 def reasons_of_problems() -> set[str]:
     """Return the reasons that the operator's sources give to problems of pods and of objects."""
     reasons = {*STUCK_REASONS, INVALID_SPEC}
