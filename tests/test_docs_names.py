@@ -161,6 +161,13 @@ def test_every_alert_and_recorded_series_that_a_page_names_exists() -> None:
     assert f"{len(alerts)} alerts" in text_of(ROOT / "README.md")
 
 
+def test_the_runbook_has_the_threshold_of_uneven_engines() -> None:
+    [rule] = [each for each in service_rules() if each.get("alert") == "UllageEnginesUneven"]
+    [threshold] = re.findall(r"\) > (\d+)\) and", rule["expr"])
+    runbook = text_of(DOCS / "runbooks" / "service.md")
+    assert f"`routing.placement.affinity.maxExtraLoad` ({threshold} by default" in runbook
+
+
 def test_every_header_variable_and_reason_that_a_page_names_is_in_the_code() -> None:
     known = sources()
     words = set(re.findall(r"[\w-]+", known))

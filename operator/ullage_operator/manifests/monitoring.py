@@ -516,8 +516,9 @@ def engine_alerts(service: Service) -> list[Alert]:
             "UllageEngineOutOfMemory",
             f"{grows('ullage_oom_events_total')} > 0",
             "critical",
-            "A step ran out of memory, which the engine's ledger should prevent.",
-            "The request continues. Another process took memory, or the ledger is wrong.",
+            "An engine ran out of memory, which its ledger should prevent.",
+            "Requests continue. Another process took memory, the container's limit is too low, or "
+            "the ledger is wrong.",
         ),
         Alert(
             "UllageCollectiveErrors",
