@@ -31,8 +31,8 @@ Write amounts of memory as Kubernetes quantities (`512Mi`, `2Gi`) and durations 
 `6ms`). Shares are percentages, as in `thresholdPercent`. Write other fractions as decimals in
 quotes (`"0.5"`).
 
-    kubectl get llms          # Ready, why, engines, URL
-    kubectl get llms -o wide  # also the model and the routers
+    kubectl get llms          # Ready, the reason, engines, the rollout, URL
+    kubectl get llms -o wide  # also the model, the routers and the address of gRPC
     kubectl scale llms NAME --replicas 3   # of the pool that takes ordinary requests
 
 `python scripts/api_reference.py` writes this page from `crds/llmservices.serving.ullage.dev.yaml`.

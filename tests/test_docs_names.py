@@ -18,7 +18,7 @@ from ullage_operator.api.settings import Settings
 from ullage_operator.conditions.conditions import MONITORING
 from ullage_operator.conditions.pod_problem import STUCK_REASONS
 from ullage_operator.planning.observed import Observed
-from ullage_operator.planning.plan import plan
+from ullage_operator.planning.plan import ServicePlan, plan
 from ullage_operator.planning.status import INVALID_SPEC
 from ullage_operator.rollout.release import ENGINE_TLS, SECTIONS
 from ullage_router import metric_names as router
@@ -104,18 +104,24 @@ def packages() -> set[str]:
     return {each.name for folder in folders for each in folder.glob("ullage_*")}
 
 
-def service_rules() -> list[dict[str, Any]]:
-    """Return the recording rules and alerts that the operator makes for a service."""
+def service_plan() -> ServicePlan:
+    """Return the plan of a small service that stores files, in a cluster with Prometheus."""
     manifest = {
         "apiVersion": "serving.ullage.dev/v1alpha1",
         "kind": "LLMService",
         "metadata": {"name": "demo", "namespace": "models", "uid": "u", "generation": 1},
-        "spec": {"model": {"source": "hf://a/b", "name": "m"}, "router": {"files": {}}},
+        "spec": {
+            "model": {"source": "hf://a/b", "name": "m"},
+            "router": {"files": {}, "replicas": 1},
+        },
     }
-    manifest["spec"]["router"]["replicas"] = 1
     observed = Observed(now=datetime.now(UTC), serves=frozenset(MONITORING))
-    objects = plan(parse(manifest), observed, Settings()).apply
-    [rule] = [each for each in objects if each["kind"] == "PrometheusRule"]
+    return plan(parse(manifest), observed, Settings())
+
+
+def service_rules() -> list[dict[str, Any]]:
+    """Return the recording rules and alerts that the operator makes for a service."""
+    [rule] = [each for each in service_plan().apply if each["kind"] == "PrometheusRule"]
     return [each for group in rule["spec"]["groups"] for each in group["rules"]]
 
 
@@ -166,6 +172,14 @@ def test_the_runbook_has_the_threshold_of_uneven_engines() -> None:
     [threshold] = re.findall(r"\) > (\d+)\) and", rule["expr"])
     runbook = text_of(DOCS / "runbooks" / "service.md")
     assert f"`routing.placement.affinity.maxExtraLoad` ({threshold} by default" in runbook
+
+
+def test_pages_show_the_addresses_that_the_status_shows() -> None:
+    status = service_plan().status
+    shown = status["endpoint"].replace("demo-", "NAME-").replace(".models.", ".NAMESPACE.")
+    assert f"`{shown}/v1` as their base URL" in text_of(DOCS / "guide" / "install.md")
+    rollout = text_of(DOCS / "guide" / "rollout.md")
+    assert f" {status['endpoint'].replace('demo-', 'chat-')} " in rollout
 
 
 def test_every_header_variable_and_reason_that_a_page_names_is_in_the_code() -> None:
