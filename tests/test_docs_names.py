@@ -12,6 +12,7 @@ import yaml
 from ullage_common.process.metrics import HistogramName, metric_names
 from ullage_engine import metric_names as engine
 from ullage_operator import metric_names as operator
+from ullage_operator.api.naming import OWNED
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.schema import load_schema
 from ullage_operator.api.settings import Settings
@@ -172,6 +173,13 @@ def test_the_runbook_has_the_threshold_of_uneven_engines() -> None:
     [threshold] = re.findall(r"\) > (\d+)\) and", rule["expr"])
     runbook = text_of(DOCS / "runbooks" / "service.md")
     assert f"`routing.placement.affinity.maxExtraLoad` ({threshold} by default" in runbook
+
+
+def test_the_page_of_the_operator_names_every_kind_that_it_makes() -> None:
+    page = text_of(DOCS / "guide" / "operator.md")
+    section = page[page.index("## What it makes") : page.index("### Ports")]
+    singular = section.replace("Policies", "Policy")
+    assert not [kind.name for kind in OWNED if kind.name not in singular]
 
 
 def test_pages_show_the_addresses_that_the_status_shows() -> None:

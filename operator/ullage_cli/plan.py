@@ -24,6 +24,7 @@ from ullage_operator.manifests.engine_choice import engine_image, expected_engin
 from ullage_operator.manifests.resources import tiers_line
 from ullage_operator.planning.observed import Manifest, Observed
 from ullage_operator.planning.plan import plan
+from ullage_operator.policy.scaling_status import SCALED_OBJECT
 
 HELP = """examples:
   ullage plan -f examples/smollm2.yaml
@@ -104,7 +105,8 @@ def run(options: argparse.Namespace) -> int:
 
     service = read_service(options.file, options.base)
     # Objects of optional kinds are printed as if the cluster served their kinds.
-    serves = frozenset((HTTP_ROUTE, ROUTER_SCALER, *(MONITORING if options.pod_monitors else ())))
+    monitoring = MONITORING if options.pod_monitors else ()
+    serves = frozenset((HTTP_ROUTE, ROUTER_SCALER, SCALED_OBJECT, *monitoring))
     observed = Observed(now=datetime.now(UTC), serves=serves)
     settings = Settings.from_env(os.environ)
     objects = plan(service, observed, settings).apply

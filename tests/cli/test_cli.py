@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ullage_cli.main import main, make_parser
 from ullage_cli.up import traced_to
 from ullage_common.process.tracing import TracingSection
+from ullage_operator.api.naming import OWNED
 from ullage_operator.api.parsing import parse
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
@@ -58,6 +59,21 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     listed = json.loads(capsys.readouterr().out)
     assert (listed["kind"], listed["apiVersion"]) == ("List", "v1")
     assert "PodMonitor" in [item["kind"] for item in listed["items"]]
+
+
+def test_a_plan_has_the_objects_of_every_kind_that_the_service_asks_for(
+    capsys: pytest.CaptureFixture[str], manifest: Make, write: Write
+) -> None:
+    keda = {"provider": "KEDA", "prometheusURL": "http://prometheus:9090", "maxReplicas": 3}
+    service = manifest(
+        model={"source": "hf://org/name", "name": "m"},
+        pools={"single": {"autoscaling": keda, "modelCache": {"claimName": "c", "warm": True}}},
+        router={"autoscaling": {"maxReplicas": 3}, "gateway": {"parentRefs": [{"name": "g"}]}},
+    )
+    path = write(yaml.safe_dump(service))
+    assert main(["plan", "-f", str(path), "--pod-monitors"]) == 0
+    kinds = {document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)}
+    assert kinds == {kind.name for kind in OWNED}
 
 
 def test_a_plan_says_of_each_pool_which_engine_it_will_be(
