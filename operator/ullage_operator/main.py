@@ -32,12 +32,22 @@ examples:
   ullage-operator --namespace a --namespace b      serve two, with rights in these only
   KUBECONFIG=~/.kube/config ullage-operator        run outside the cluster, for development
 
-These environment variables set images and other defaults: ULLAGE_ENGINE_IMAGE,
-ULLAGE_VLLM_ENGINE_IMAGE (for engines that run vLLM, by default the same), ULLAGE_ROUTER_IMAGE,
-ULLAGE_IMAGE_PULL_POLICY, ULLAGE_IMAGE_PULL_SECRETS, ULLAGE_LOG_LEVEL, ULLAGE_MAX_ROLLOUTS (services
-that try a new engine image at once, by default 3), ULLAGE_DNS_LAG (seconds for which DNS may
-return an outdated answer, by default 30), ULLAGE_TRACING_ENDPOINT and ULLAGE_TRACING_PROTOCOL (the
-collector of reconciliation spans, by grpc or http, by default none).
+These environment variables set images and other defaults:
+  ULLAGE_ENGINE_IMAGE           image of engines
+  ULLAGE_CUDA_ENGINE_IMAGE      image of engines with GPUs (by default the same, if that is set)
+  ULLAGE_VLLM_ENGINE_IMAGE      image of engines that run vLLM (by default the images above)
+  ULLAGE_ROUTER_IMAGE           image of routers
+  ULLAGE_IMAGE_PULL_POLICY      Always, IfNotPresent (the default) or Never
+  ULLAGE_IMAGE_PULL_SECRETS     names of pull secrets, separated by commas
+  ULLAGE_LOG_LEVEL              level of the operator's log (info)
+  ULLAGE_MAX_ROLLOUTS           services that are rolled out at once without an edit (3)
+  ULLAGE_DNS_LAG                seconds for which DNS may return an outdated answer (30)
+  ULLAGE_MESH                   istio or linkerd (by default no mesh)
+  ULLAGE_METRICS_NAMESPACE      namespace whose pods may read metrics (monitoring)
+  ULLAGE_OPERATOR_NAMESPACE     namespace of the operator's own pods (by default any)
+  ULLAGE_RUNBOOKS               URL of docs/runbooks, for the alerts of services
+  ULLAGE_TRACING_ENDPOINT       collector of reconciliation spans (by default none)
+  ULLAGE_TRACING_PROTOCOL       grpc (the default) or http
 """
 
 

@@ -485,7 +485,7 @@ examples:
   ullage quantize --model file:///models/name --format w8a8 --calibrate text.txt --output ./w8a8
   ullage quantize --model pvc://models/name --format int4 --output /models/name-int4
 
-Serve the result with model.source: file:///... and model.quantization: none.
+Serve the result with model.source: file:///... and leave model.quantization out.
 w8a8 needs a text of the kind that the model is used for; 16,384 tokens of it are read.
 exit status: 0 written, 2 wrong model, text or folder, or too little memory, 130 and 143 interrupted
 """

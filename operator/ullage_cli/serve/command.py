@@ -101,7 +101,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         "-q",
         type=_parsed(quantization),
-        help="auto, none, int8, int4, fp8, w8a8 (default: the first of auto, int8, int4 that fits)",
+        help="auto, none, int8, int4, fp8, w8a8 (default: the first that fits of auto, fp8 on "
+        "GPUs, int8 and int4)",
     )
     model.add_argument("--kv-dtype", "--kv-cache-dtype", type=_parsed(kv_dtype), help="auto or fp8")
     model.add_argument(

@@ -8,6 +8,7 @@ from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.naming import operator_selector
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
+from ullage_operator.main import arguments_parser
 from ullage_operator.planning.observed import Observed
 from ullage_operator.planning.plan import plan
 
@@ -17,6 +18,26 @@ def test_what_the_environment_leaves_out_stays_as_it_is():
     assert Settings.from_env({"ULLAGE_ENGINE_IMAGE": "", "ULLAGE_IMAGE_PULL_SECRETS": ""}) == (
         Settings()
     )
+
+
+class Environment(dict[str, str]):
+    """Variables that note which names are read."""
+
+    def __init__(self, **variables: str) -> None:
+        super().__init__(variables)
+        self.read: set[str] = set()
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def test_the_help_names_every_variable_that_is_read():
+    environment = Environment(ULLAGE_TRACING_ENDPOINT="http://collector:4318")
+    Settings.from_env(environment)
+    assert {"ULLAGE_MESH", "ULLAGE_TRACING_PROTOCOL"} <= environment.read
+    text = arguments_parser().format_help()
+    assert not [name for name in environment.read if f"  {name} " not in text]
 
 
 def test_every_setting_can_be_given():
