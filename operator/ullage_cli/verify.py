@@ -64,7 +64,7 @@ examples:
   ullage verify oom http://127.0.0.1:8080 --context 4096 --json oom.json --svg oom.svg
   ullage verify soak chat --namespace prod --minutes 30
   ullage verify inject chat --namespace prod --pod chat-single-0 --pod chat-single-1 \
-      --pod ullage:app.kubernetes.io/component=operator --node node-3 --faults 100
+      --pod ullage-system:app.kubernetes.io/component=operator --node node-3 --faults 100
 
 The server may be any that has OpenAI's API. A criterion that the server's pages cannot decide is
 skipped with its reason. Set ULLAGE_API_KEY if the server needs a key.
