@@ -114,17 +114,17 @@ def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPar
 
 def problems_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
     """Return the commands of a page that the parser refuses, with the reasons."""
-    found = []
+    problems = []
     for line in code_of(text):
         for match in ULLAGE.finditer(line):
             error = error_of(parser, words_of(match[1]))
-            found += [f"ullage {match[1]}: {error}"] if error else []
+            problems += [f"ullage {match[1]}: {error}"] if error else []
     for span in SPAN.findall(prose_of(text)):
         if match := ULLAGE.match(span):
             error = error_of(parser, words_of(match[1]))
             is_wrong = error and not PART_OF_A_COMMAND.search(error)
-            found += [f"{span}: {error}"] if is_wrong else []
-    return found
+            problems += [f"{span}: {error}"] if is_wrong else []
+    return problems
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +186,8 @@ ullage serving model
 ullage quantize --model file:///m --bits 4
 ```
 """
-    found = [problem.partition(":")[0] for problem in problems_of(parser, text)]
-    assert [each.split()[:2] for each in found] == [
+    problems = [problem.partition(":")[0] for problem in problems_of(parser, text)]
+    assert [each.split()[:2] for each in problems] == [
         ["ullage", "up"],
         ["ullage", "profile"],
         ["ullage", "serving"],

@@ -181,9 +181,9 @@ def test_an_edit_restarts_the_pods_that_the_page_says() -> None:
     wrong = []
     for path, value in EDITS.items():
         before = pod_templates(OTHER_SERVICES[path]) if path in OTHER_SERVICES else usual
-        found = restarted(before, pod_templates(edited(path, value)))
-        if found != (said := documented(rows, path)):
-            wrong.append(f"{path} restarts {found}; the page says {said or 'nothing of it'}")
+        actual = restarted(before, pod_templates(edited(path, value)))
+        if actual != (said := documented(rows, path)):
+            wrong.append(f"{path} restarts {actual}; the page says {said or 'nothing of it'}")
     assert not wrong, "\n".join(wrong)
 
 
