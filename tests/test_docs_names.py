@@ -136,6 +136,7 @@ def chart_rules() -> list[dict[str, Any]]:
 def test_every_metric_and_label_that_a_page_names_is_exported() -> None:
     exported = exported_metrics()
     modules = packages()
+    checked = set()
     wrong = []
     for page in PAGES:
         if page in PAST:
@@ -143,6 +144,7 @@ def test_every_metric_and_label_that_a_page_names_is_exported() -> None:
         for name, labels in METRIC.findall(code_of(page)):
             if name in modules or name.endswith("_"):
                 continue
+            checked.add(name)
             unknown = set(LABEL.findall(labels)) - exported.get(name, set())
             if name not in exported or unknown:
                 wrong.append(f"{page.relative_to(ROOT)}: {name} {sorted(unknown)}")
@@ -153,6 +155,7 @@ def test_every_metric_and_label_that_a_page_names_is_exported() -> None:
             if not ends or unknown:
                 wrong.append(f"{page.relative_to(ROOT)}: {end} {sorted(unknown)}")
     assert not wrong, "\n".join(wrong)
+    assert len(checked) > 100, "the pages' code is not found"
 
 
 def test_every_alert_and_recorded_series_that_a_page_names_exists() -> None:
