@@ -75,8 +75,8 @@ def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.devic
     """
     if any(map(math.isnan, bounds)):
         raise WeightsError(
-            "the K/V weights contain NaN, so model.kv_dtype fp8 cannot be scaled; download the "
-            "model again"
+            "the K/V weights contain NaN, so spec.model.kvDtype FP8 (model.kv_dtype) has no scale; "
+            "download the model again"
         )
     # frexp gives a fraction below 1, so 2 to this exponent is above the quotient.
     exponents = [

@@ -75,7 +75,8 @@ class AdminService(admin_rpc.AdminServiceServicer):
             raise ServiceError(
                 grpc.StatusCode.PERMISSION_DENIED,
                 "FAULTS_NOT_ALLOWED",
-                "fault injection is off; set server.allow_fault_injection to true",
+                "fault injection is off; set spec.allowFaultInjection: true "
+                "(server.allow_fault_injection)",
             )
         pid = self._hit(request)
         if pid is None:

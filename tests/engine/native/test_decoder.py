@@ -211,7 +211,7 @@ def test_damaged_weights_have_no_scales_of_float8(loaded: LoadedModel) -> None:
     layers = loaded.model_config.layers
     name = f"layers.{max(i for i, each in enumerate(layers) if each.mixer != 'conv')}.mixer_norm"
     extreme = damaged(loaded, name, with_nan(loaded.tensors[name]))
-    with pytest.raises(WeightsError, match="contain NaN"):
+    with pytest.raises(WeightsError, match=r"contain NaN, so spec\.model\.kvDtype FP8"):
         make_runner(extreme, limits=changed(LIMITS, fp8_kv=True))
 
 

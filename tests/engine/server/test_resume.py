@@ -640,6 +640,7 @@ def test_faults_need_permission(serve: Serve, config: EngineConfig) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await engine.admin.InjectFault(KILL)
             assert raised.value.code() == grpc.StatusCode.PERMISSION_DENIED
+            assert "spec.allowFaultInjection: true" in (raised.value.details() or "")
 
     asyncio.run(scenario())
 
