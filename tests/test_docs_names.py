@@ -211,6 +211,18 @@ def test_the_reference_has_every_header_of_requests_and_answers() -> None:
     assert headers == set(HEADER.findall(text_of(REFERENCE)))
 
 
+def test_pages_name_every_path() -> None:
+    """All but the console's own, which its page asks for."""
+    text = text_of(DOCS / "reference" / "api.md") + text_of(DOCS / "guide" / "operator.md")
+    paths = [path for path in openapi.OPERATIONS if not path.startswith("/console")]
+    assert len(paths) > 30
+    unnamed = []
+    for path in paths:
+        pattern = re.escape(path).replace(r"\{name\}", "(ID|NAME)")
+        unnamed += [] if re.search(rf"{pattern}\b", text) else [path]
+    assert not unnamed
+
+
 def test_the_reference_has_every_field_of_a_chat_and_of_a_completion() -> None:
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     named = set(re.findall(r"`(\w+)", text_of(REFERENCE)))
