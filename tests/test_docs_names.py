@@ -223,6 +223,16 @@ def test_pages_name_every_path() -> None:
     assert not unnamed
 
 
+def test_pages_about_access_name_the_paths_that_need_no_key() -> None:
+    operations = openapi.OPERATIONS.items()
+    open_paths = {
+        path for path, methods in operations for each in methods.values() if not each.needs_key
+    }
+    open_paths = {path for path in open_paths if not path.startswith("/console")}
+    for page in (ROOT / "SECURITY.md", DOCS / "guide" / "tenants.md"):
+        assert open_paths - set(re.findall(r"`(/\S+)`", text_of(page))) == set(), page.name
+
+
 def test_the_reference_has_every_field_of_a_chat_and_of_a_completion() -> None:
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     named = set(re.findall(r"`(\w+)", text_of(REFERENCE)))
