@@ -11,8 +11,10 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from benchmarks.__main__ import BENCHMARKS
 
 from ullage_cli.main import COMMANDS, make_parser
@@ -229,6 +231,30 @@ def test_every_target_and_variable_of_make_that_a_page_names_exists() -> None:
                 unknown += [word for word in words if "=" not in word and word not in targets]
                 wrong += [f"{page.relative_to(ROOT)}: {line}: {unknown}"] if unknown else []
     assert not wrong, "\n".join(wrong)
+
+
+def has_value(values: Any, path: str) -> bool:
+    """Return whether the chart's values have a path. An empty map takes any key."""
+    for part in path.split("."):
+        if values == {}:
+            return True
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def test_every_value_of_the_chart_that_a_page_sets_exists() -> None:
+    chart = ROOT / "charts" / "ullage" / "values.yaml"
+    values = yaml.safe_load(chart.read_text(encoding="utf-8"))
+    paths = {
+        (page, path)
+        for page in PAGES
+        for path in re.findall(r"--set '?([\w.]+)=", page.read_text(encoding="utf-8"))
+    }
+    assert len(paths) > 10
+    wrong = [(page, path) for page, path in paths if not has_value(values, path)]
+    assert not [f"{page.relative_to(ROOT)}: {path}" for page, path in wrong]
 
 
 def test_every_benchmark_that_a_page_names_has_the_options() -> None:
