@@ -303,6 +303,12 @@ def test_every_program_in_python_that_a_page_shows_finds_its_imports() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_page_installs_the_package_by_its_name() -> None:
+    """No package index has it: a package of that name there would be somebody else's."""
+    name = re.compile(r"pip install[^\n#`]*['\" ]ullage(?![\w-])")
+    assert not [page.name for page in PAGES if name.search(page.read_text(encoding="utf-8"))]
+
+
 def test_the_first_program_of_the_kv_store_runs(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "guide" / "kv-store.md").read_text(encoding="utf-8")
     program = next(block for language, block in FENCED.findall(text) if language == "python")
