@@ -257,6 +257,26 @@ def test_every_value_of_the_chart_that_a_page_sets_exists() -> None:
     assert not [f"{page.relative_to(ROOT)}: {path}" for page, path in wrong]
 
 
+def test_commands_of_helm_name_the_namespace_of_the_installation() -> None:
+    """Helm finds no release elsewhere. Values that a newer chart adds need their defaults."""
+    commands = {
+        (page, command)
+        for page in PAGES
+        for command in re.findall(
+            r"helm (?:install|upgrade|test|rollback|uninstall) ullage\b[^`\n]*",
+            page.read_text(encoding="utf-8"),
+        )
+    }
+    assert len(commands) > 5
+    wrong = [
+        f"{page.relative_to(ROOT)}: {command}"
+        for page, command in commands
+        if not re.search(r" (-n|--namespace) ullage-system\b", command)
+        or " --reuse-values" in command
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_every_benchmark_that_a_page_names_has_the_options() -> None:
     wrong = []
     for page in PAGES:
