@@ -31,6 +31,9 @@ OTHER_SERVICES: Mapping[str, dict[str, Any]] = {
     "adapters": SERVICE | {"memory": {"maxLoras": 2}},
     "modelPullPolicy": SERVICE | {"model": {"source": "oci://registry.example/m:1", "name": "m"}},
     "router.autoscaling": SERVICE | {"router": {"replicas": 1}},
+    f"{POOL}modelCache.warm": SERVICE | {"pools": {"single": {"modelCache": {"claimName": "c"}}}},
+    f"{POOL}persistentVolumeClaimRetentionPolicy": SERVICE
+    | {"pools": {"single": {"modelCache": {"claimTemplate": {"size": "1Gi"}}}}},
     "router.replicas": SERVICE | {"router": {"replicas": 1}},
 }
 """The service before the edit of a field that the service above could not have, or not use."""
@@ -53,6 +56,8 @@ EDITS: Mapping[str, Any] = {
     "serviceAccount.annotations": {"a": "b"},
     f"{POOL}replicas": 3,
     f"{POOL}autoscaling": {"maxReplicas": 3},
+    f"{POOL}modelCache.warm": True,
+    f"{POOL}persistentVolumeClaimRetentionPolicy": {"whenScaled": "Delete"},
     "routing.queue.maxRequests": 9,
     "prompts.cleanse.html": True,
     "cascade": {"steps": [{"service": "small"}]},
