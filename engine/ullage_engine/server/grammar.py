@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher
@@ -19,10 +19,7 @@ from llguidance import LLMatcher
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.limits import MAX_SCHEMA_DEPTH
-from ullage_engine.protocol.grammar import compile_error
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
+from ullage_engine.protocol.grammar import COMPACT, subschemas
 
 _MAX_VERDICTS = 64
 """Maximum number of cached check results. Each cached grammar takes at most 64 KiB."""
@@ -30,22 +27,7 @@ _MAX_COMPILATIONS = 2
 _COMPILE_TIMEOUT_S = 20.0
 """Wall-clock limit for compiling one grammar, in seconds. The CPU time limit is lower."""
 _TOO_MUCH = "it takes too much time or memory to compile"
-_MAX_SUBSCHEMAS = 256
-"""Maximum number of subschemas to compile while searching for the invalid one."""
-
-_COMPACT: "JsonCompileOptions" = {
-    # With flexible white space a model at a high temperature may write nothing else.
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
-    # Refuse unknown keywords, never ignore them.
-    "lenient": False,
-    "coerce_one_of": False,
-}
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
-_SINGLE = ("items", "additionalProperties")
 
 
 class Interrupted(Exception):
@@ -55,8 +37,17 @@ class Interrupted(Exception):
     """
 
 
-async def compile_apart(text: str) -> str:
-    """Compile a grammar in a separate process. Return the error, or "" on success.
+class Verdict(NamedTuple):
+    """Whether a grammar can be used."""
+
+    error: str = ""
+    """Why the grammar cannot be used (empty if it can)."""
+    path: str = ""
+    """Path to the invalid part of a JSON Schema (empty if unknown, or for the whole grammar)."""
+
+
+async def compile_apart(text: str) -> Verdict:
+    """Compile a grammar in a separate process.
 
     Raises:
         Interrupted: the process timed out or was killed, because the machine was overloaded or out
@@ -70,7 +61,10 @@ async def compile_apart(text: str) -> str:
         raise
     if process.returncode == -signal.SIGKILL:  # the process's own limits send other signals
         raise Interrupted
-    return _TOO_MUCH if process.returncode else output.decode()
+    error, has_error, path = output.decode(errors="replace").partition("\n")
+    if has_error:  # even if the search for the path took too much time or memory
+        return Verdict(error, path)
+    return Verdict(_TOO_MUCH if process.returncode else "")
 
 
 def _compiler() -> "subprocess.Popen[bytes]":
@@ -104,10 +98,10 @@ class GrammarCheck:
     """Checks grammars by compiling them in separate processes, because compilation may crash.
 
     Args:
-        compiled: compiles a grammar and returns the error, or "" on success.
+        compiled: compiles a grammar.
     """
 
-    def __init__(self, compiled: Callable[[str], Awaitable[str]] = compile_apart) -> None:
+    def __init__(self, compiled: Callable[[str], Awaitable[Verdict]] = compile_apart) -> None:
         self._compiled = compiled
         self._turns = asyncio.Semaphore(_MAX_COMPILATIONS)
         self._alike: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -115,7 +109,7 @@ class GrammarCheck:
 
         Concurrent requests with the same grammar share a single compilation.
         """
-        self._verdicts: OrderedDict[str, str] = OrderedDict()
+        self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
 
     async def text(self, request: pb.GenerateRequest) -> str:
         """Check a request's grammar. Return it in llguidance's format, or "" if there is none.
@@ -126,13 +120,12 @@ class GrammarCheck:
         if not request.HasField("grammar"):
             return ""
         field, text = grammar_text(request.grammar)
-        error = await self._error(text)
-        if error:
-            place = "" if error == _TOO_MUCH else await _place(request.grammar, error)
-            raise _wrong(field + place, error)
+        verdict = await self._verdict(text)
+        if verdict.error:
+            raise _wrong(field + verdict.path, verdict.error)
         return after_reasoning(text, request.reasoning) if request.reasoning.end else text
 
-    async def _error(self, text: str) -> str:
+    async def _verdict(self, text: str) -> Verdict:
         if text not in self._verdicts:
             async with self._alike.setdefault(text, asyncio.Lock()):
                 if text not in self._verdicts:
@@ -140,12 +133,14 @@ class GrammarCheck:
         self._verdicts.move_to_end(text)
         return self._verdicts[text]
 
-    async def _compile(self, text: str) -> str:
+    async def _compile(self, text: str) -> Verdict:
         async with self._turns:
             try:
                 verdict = await self._compiled(text)
             except Interrupted:
-                return _TOO_MUCH  # not cached: the next request with the grammar tries again
+                return Verdict(
+                    _TOO_MUCH
+                )  # not cached: the next request with the grammar tries again
         self._verdicts[text] = verdict
         if len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -215,12 +210,12 @@ def _from_schema(field: str, text: str) -> str:
         raise invalid(field, f"{field} is not a JSON object; send a JSON Schema")
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise invalid(field, f"{field} is nested deeper than {MAX_SCHEMA_DEPTH}; flatten it")
-    for path, part in _parts(schema):
+    for path, part in subschemas(schema):
         # llguidance accepts these, but finds no next token for a name that both describe.
         if part.get("properties") and part.get("patternProperties"):
             raise _wrong(field + path, "patternProperties with properties is not supported")
     try:
-        return LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT)
+        return LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
     except ValueError as error:
         raise _wrong(field, str(error)) from error
 
@@ -243,46 +238,6 @@ def _depth(value: object) -> int:
         inner = (each.values() if isinstance(each, dict) else each for each in level)
         level = [item for items in inner for item in items]
     return depth
-
-
-async def _place(grammar: pb.Grammar, error: str) -> str:
-    """Return the path to the error in a JSON Schema, like `.properties.name`.
-
-    The path leads to the deepest subschema that fails with the same error on its own. It is empty
-    if the error concerns the whole schema or cannot be located.
-    """
-    if not grammar.HasField("json_schema"):
-        return ""
-    return await asyncio.to_thread(_place_in, json.loads(grammar.json_schema), error)
-
-
-def _place_in(schema: dict[str, object], error: str) -> str:
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    for _, (path, part) in zip(range(_MAX_SUBSCHEMAS), _parts(schema), strict=False):
-        try:
-            text = LLMatcher.grammar_from_json_schema(shared | part, overrides=_COMPACT)
-        except ValueError:
-            continue
-        if path and compile_error(text) == error:
-            return path
-    return ""
-
-
-def _parts(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield a schema and all its subschemas with their paths, innermost first."""
-    if not isinstance(schema, dict):
-        return
-    for key in _MAPS:
-        inner = schema.get(key)
-        for name, part in inner.items() if isinstance(inner, dict) else ():
-            yield from _parts(part, f"{path}.{key}.{name}")
-    for key in _LISTS:
-        inner = schema.get(key)
-        for place, part in enumerate(inner) if isinstance(inner, list) else ():
-            yield from _parts(part, f"{path}.{key}[{place}]")
-    for key in _SINGLE:
-        yield from _parts(schema.get(key), f"{path}.{key}")
-    yield path, schema
 
 
 def _wrong(field: str, error: str) -> ServiceError:

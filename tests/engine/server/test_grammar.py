@@ -14,7 +14,7 @@ import pytest
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.errors import ServiceError, from_rpc_error
-from ullage_engine.server.grammar import GrammarCheck, Interrupted
+from ullage_engine.server.grammar import GrammarCheck, Interrupted, Verdict
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 SCHEMA = "grammar.json_schema"
@@ -122,6 +122,41 @@ def test_a_grammar_that_kills_whoever_compiles_it_kills_no_server(serve: Serve) 
     asyncio.run(scenario())
 
 
+def test_a_part_that_kills_whoever_compiles_it_is_not_looked_for_here(serve: Serve) -> None:
+    """The whole schema is refused at once, and its definitions kill whoever searches them."""
+    chain = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1400)}
+    broken = {"anyOf": [{"not": {}}, {"$ref": "#/$defs/d0"}], "$defs": chain | {"d1400": {}}}
+
+    async def scenario() -> None:
+        async with serve() as engine:
+            error = await error_of(engine, ask(grammar=schema(broken)))
+            assert error.code == grpc.StatusCode.INVALID_ARGUMENT
+            assert error.metadata["field"] == SCHEMA
+            assert 'Unimplemented keys: ["not"]' in error.message
+            assert (await engine.generate(ask(grammar={"regex": "a"}))).finished
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_schema_is_searched_once() -> None:
+    async def scenario() -> None:
+        verdict = Verdict("bad", ".items")
+        asked = []
+
+        async def compiler(text: str) -> Verdict:
+            asked.append(text)
+            return verdict
+
+        check = GrammarCheck(compiler)
+        for _ in range(2):
+            with pytest.raises(ServiceError) as caught:
+                await check.text(ask(grammar=schema({"items": {"not": {}}})))
+            assert caught.value.metadata["field"] == f"{SCHEMA}.items"
+        assert len(asked) == 1
+
+    asyncio.run(scenario())
+
+
 def test_a_costly_grammar_holds_up_no_other_call(serve: Serve) -> None:
     costly = schema(
         {"properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(1200)}}
@@ -144,13 +179,13 @@ class Compiler:
         self.began = asyncio.Event()
         self._interrupted = interrupted
 
-    async def __call__(self, text: str) -> str:
+    async def __call__(self, text: str) -> Verdict:
         self.compiled.append(text)
         self.began.set()
         await asyncio.sleep(0.01)
         if len(self.compiled) <= self._interrupted:
             raise Interrupted
-        return ""
+        return Verdict()
 
 
 def test_alike_grammars_are_compiled_once() -> None:

@@ -13,7 +13,7 @@ from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_engine.server import service
-from ullage_engine.server.grammar import GrammarCheck
+from ullage_engine.server.grammar import GrammarCheck, Verdict
 from ullage_engine.server.restart_policy import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError
 
@@ -29,10 +29,10 @@ class Compiler:
         self.has_begun = asyncio.Event()
         self.may_end = asyncio.Event()
 
-    async def compiled(self, text: str) -> str:
+    async def compiled(self, text: str) -> Verdict:
         self.has_begun.set()
         await self.may_end.wait()
-        return ""
+        return Verdict()
 
 
 @pytest.fixture
