@@ -5,7 +5,9 @@ a stop string. The cost per token does not depend on the length of the preceding
 """
 
 import codecs
+import functools
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -151,7 +153,7 @@ class _Reasoning:
 
 
 class StopMatcher:
-    """Finds the first stop string in text that arrives incrementally (Knuth-Morris-Pratt).
+    """Finds the first stop string in text that arrives incrementally.
 
     Args:
         stop_strings: the stop strings.
@@ -160,25 +162,23 @@ class StopMatcher:
 
     def __init__(self, stop_strings: Sequence[str], includes_stop: bool = False) -> None:
         self._includes_stop = includes_stop
-        # Longest first, so that the longer of two matches at one character wins.
-        self._stops = sorted(set(stop_strings), key=len, reverse=True)
-        self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)
+        self._stops = _automaton(tuple(stop_strings)) if stop_strings else None
+        self._state = 0
         self._held = ""
 
     def push(self, text: str) -> TextPiece:
         """Add text, and return all text that can no longer be part of a stop string."""
-        if not self._stops:
+        if self._stops is None:
             return TextPiece(text, "")
 
         pending = self._held + text
-        for place, character in enumerate(text, start=len(self._held) + 1):
-            stop = self._advance(character)
-            if stop:
-                end = place if self._includes_stop else place - len(stop)
-                return TextPiece(pending[:end], stop)
+        self._state, num_read = self._stops.read(text, self._state)
+        if stop := self._stops.completed(self._state):
+            place = len(self._held) + num_read
+            end = place if self._includes_stop else place - len(stop)
+            return TextPiece(pending[:end], stop)
 
-        kept = len(pending) - max(self._matched)
+        kept = len(pending) - self._stops.num_matched(self._state)
         self._held = pending[kept:]
         return TextPiece(pending[:kept], "")
 
@@ -188,33 +188,105 @@ class StopMatcher:
         self._held = ""
         return held
 
-    def _advance(self, character: str) -> str:
-        """Add one character, and return the stop string that it completes, or ""."""
-        completed = ""
-        for index, stop in enumerate(self._stops):
-            matched = self._matched[index]
-            while matched and stop[matched] != character:
-                matched = self._borders[index][matched - 1]
-            self._matched[index] = matched + (stop[matched] == character)
-            if self._matched[index] == len(stop) and not completed:
-                completed = stop
-        return completed
 
+class StopAutomaton:
+    """Reads text for all stop strings at once (Aho and Corasick, 1975).
 
-def _borders(text: str) -> list[int]:
-    """Compute the Knuth-Morris-Pratt failure function.
+    A client chooses the stop strings, and may choose tokens with many characters. A character
+    therefore takes the same few steps however many stop strings there are.
 
-    For each prefix of `text`, it gives the length of the longest proper prefix that is also a
-    suffix.
+    A state is the longest end of the text that begins a stop string. The states of a stop string
+    follow one another, so that most transitions lead to the next number.
     """
-    borders = [0] * len(text)
-    length = 0
-    for place in range(1, len(text)):
-        while length and text[place] != text[length]:
-            length = borders[length - 1]
-        length += text[place] == text[length]
-        borders[place] = length
-    return borders
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._next = [""]
+        """The character that leads from each state to the next number (empty for none)."""
+        self._branches: dict[tuple[int, str], int] = {}
+        """All other transitions to longer beginnings, by state and character."""
+        self._lengths = array("H", [0])
+        """Number of characters of each state."""
+        self._ends = array("h", [-1])
+        """Index of the longest stop string that each state ends with, or -1."""
+        paths = [self._add(index, stop) for index, stop in enumerate(stops)]
+        self._shorter = array("H", bytes(2 * len(self._next)))
+        """The longest other state that each state ends with."""
+        self._link(paths)
+
+    def _add(self, index: int, stop: str) -> list[int]:
+        """Add the states of a stop string, and return the states of all its beginnings."""
+        path = [0]
+        for character in stop:
+            state = path[-1]
+            is_next = self._next[state] == character
+            longer = state + 1 if is_next else self._branches.get((state, character))
+            if longer is None:
+                break
+            path.append(longer)
+
+        num_shared = len(path) - 1
+        if rest := stop[num_shared:]:
+            first = len(self._next)
+            if first == path[-1] + 1:
+                self._next[-1] = rest[0]
+            else:
+                self._branches[path[-1], rest[0]] = first
+            self._next += [*rest[1:], ""]
+            self._lengths.extend(range(num_shared + 1, len(stop) + 1))
+            self._ends.extend([-1] * len(rest))
+            path += range(first, first + len(rest))
+        self._ends[path[-1]] = index
+        return path
+
+    def _link(self, paths: Sequence[Sequence[int]]) -> None:
+        """Find for each state the state at which reading goes on if no transition matches."""
+        has_link = {0}
+        for place in range(max(map(len, self._stops))):
+            for stop, path in zip(self._stops, paths, strict=True):
+                if place >= len(stop) or (longer := path[place + 1]) in has_link:
+                    continue
+                has_link.add(longer)
+                if place:
+                    shorter, _ = self.read(stop[place], self._shorter[path[place]])
+                    self._shorter[longer] = shorter
+                if self._ends[longer] < 0:
+                    self._ends[longer] = self._ends[self._shorter[longer]]
+
+    def read(self, text: str, state: int) -> tuple[int, int]:
+        """Read text up to the first character that completes a stop string.
+
+        Returns:
+            The state after the text, and the number of characters read.
+        """
+        followers = self._next
+        branches = self._branches
+        for place, character in enumerate(text, start=1):
+            while followers[state] != character:
+                branch = branches.get((state, character)) if branches else None
+                if branch is not None or not state:
+                    state = branch or 0
+                    break
+                state = self._shorter[state]
+            else:
+                state += 1
+            if self._ends[state] >= 0:
+                return state, place
+        return state, len(text)
+
+    def completed(self, state: int) -> str:
+        """Return the longest stop string that a state ends with, or ""."""
+        return self._stops[self._ends[state]] if self._ends[state] >= 0 else ""
+
+    def num_matched(self, state: int) -> int:
+        """Return how many of the last characters may begin a stop string."""
+        return self._lengths[state]
+
+
+@functools.lru_cache(maxsize=16)
+def _automaton(stops: tuple[str, ...]) -> StopAutomaton:
+    """Return an automaton, which the answers of a request share."""
+    return StopAutomaton(stops)
 
 
 def _speller(decoder: str) -> Callable[[str], bytes]:

@@ -1,8 +1,10 @@
 """Streaming text equals the whole decode, whatever the tokens and wherever they are cut."""
 
 import importlib.util
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,6 +123,37 @@ def test_only_a_possible_beginning_is_held_back(pieces: list[str], stops: list[s
         held = seen[len(sent) :]
         assert seen == sent + held
         assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """The number of lines of Python that run."""
+    count = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_character_takes_the_same_steps_however_many_stop_strings_there_are() -> None:
+    """A client chooses 16 of them, and may choose tokens with a hundred characters."""
+
+    def steps(stops: list[str], text: str) -> int:
+        matcher = StopMatcher(stops)
+        matcher.push("a" * 300)
+        return lines_run(lambda: matcher.push(text))
+
+    stops = ["a" * (255 - n) + "b" for n in range(16)]
+    for text in ("a" * 128, "c" * 128, ("a" * 15 + "c") * 8):
+        assert steps(stops, text) <= 2 * steps(stops[:1], text), text
 
 
 def test_stop_string_inside_the_stream_of_tokens() -> None:
