@@ -11,14 +11,17 @@ from ullage_common.chat.special_tokens import SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.chat.template_arguments import read_arguments, refuse_unread
 from ullage_common.chat.token_finder import SpecialTokenError
-from ullage_common.chat.turns import ending, make_turns
+from ullage_common.chat.turns import TURN_CHARACTERS, ending, make_turns
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.validation import invalid_value
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
 LONG_TEXT_CHARACTERS = 20_000
-"""Minimum length in characters of texts that are tokenised in a thread. 10 kB take about 1 ms."""
+"""Minimum length in characters of inputs that are rendered and tokenised in a thread.
+
+10 kB take about 1 ms.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,11 @@ async def prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBun
             ids_of = _bare_ids if request.omit_special_tokens else _text_ids
         encode: Callable[[], list[int]] = functools.partial(ids_of, text, tokenizer_bundle)
     else:
-        text, encode = _render(request.messages, tokenizer_bundle)
+        messages = request.messages
+        render = functools.partial(_render, messages, tokenizer_bundle)
+        size = messages.ByteSize() + TURN_CHARACTERS * len(messages.messages)
+        is_short = size < LONG_TEXT_CHARACTERS
+        text, encode = render() if is_short else await asyncio.to_thread(render)
     try:
         if len(text) < LONG_TEXT_CHARACTERS:
             return encode()

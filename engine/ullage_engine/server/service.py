@@ -54,6 +54,8 @@ SLOW_CLIENT_GRACE_S = 5.0
 RETRY_AFTER_LOADING_S = 2.0
 """Seconds after which to retry a request refused while loading, draining or overloaded."""
 MAX_OPEN_REQUESTS = 1024
+INLINE_TOKENS = 1024
+"""Maximum number of tokens that are converted to text on the event loop, in a few milliseconds."""
 
 
 class InferenceService(rpc.InferenceServiceServicer):
@@ -131,10 +133,9 @@ class InferenceService(rpc.InferenceServiceServicer):
             self._ticket_verifier.admit(request, context.invocation_metadata())
             tokenizer_bundle = self._accepting()
             job = await self._job(request, key, served, tokenizer_bundle)
+            group = await _group(job, tokenizer_bundle, _pace_of(context))
             # The engine may have begun to drain or stay out while the grammar was compiled.
             self._accepting()
-            prefix = tokenizer_bundle.tokenizer.decode(job.request.token_ids) if job.echo else ""
-            group = SampleGroup(job, tokenizer_bundle.token_bytes, prefix, _pace_of(context))
         except ServiceError as error:
             self._metrics.refused(error.reason)
             served.end("refused", _refusal_fields(error), error=error.reason)
@@ -343,6 +344,19 @@ class InferenceService(rpc.InferenceServiceServicer):
         engine_id = self._config.server.engine_id
         digest = with_adapter(ready.fingerprint.digest, request.adapter)
         return responses.accepted(group, engine_id, charged, digest)
+
+
+async def _group(job: ValidatedRequest, bundle: TokenizerBundle, pace: SendPace) -> SampleGroup:
+    """Create the samples of a request, in a thread if many tokens have to be converted to text."""
+
+    def create() -> SampleGroup:
+        prefix = bundle.tokenizer.decode(job.request.token_ids) if job.echo else ""
+        return SampleGroup(job, bundle.token_bytes, prefix, pace)
+
+    num_echoed = len(job.request.token_ids) if job.echo else 0
+    if num_echoed + job.num_received_tokens <= INLINE_TOKENS:
+        return create()
+    return await asyncio.to_thread(create)
 
 
 def _pace_of(context: Context) -> SendPace:

@@ -1,6 +1,7 @@
 """An answer that another engine began goes on here as if it had begun here."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -14,6 +15,9 @@ from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.continuation import Progress
 from ullage_common.wire.errors import from_rpc_error
+from ullage_engine.server import service
+from ullage_engine.server.journal import JournalEntry
+from ullage_engine.server.request import PartialAnswer
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 MAX_TOKENS = 16
@@ -251,6 +255,36 @@ def test_what_was_granted_holds(serve: Serve, fake: ModuleType) -> None:
             assert list(rest[0].accepted.degraded) == list(accepted.degraded)
             assert tokens(first) + tokens(rest) == tokens(whole)[:12]
             assert rest[-1].finished.reason == pb.FINISH_REASON_LENGTH
+
+    asyncio.run(scenario())
+
+
+def test_a_long_answer_is_restored_in_a_thread(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen answers of thousands of tokens would hold up all streams of the engine."""
+    monkeypatch.setattr(service, "INLINE_TOKENS", 3)
+    threads: list[threading.Thread] = []
+    restore = JournalEntry.restore
+
+    def noted(self: JournalEntry, answer: PartialAnswer) -> None:
+        threads.append(threading.current_thread())
+        restore(self, answer)
+
+    monkeypatch.setattr(JournalEntry, "restore", noted)
+
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            request = ask()
+            whole = await responses(engine, request)
+            expected = []
+            for cut in range(2, len(whole)):
+                first = whole[:cut]
+                rest = await responses(engine, continued(request, first))
+                assert text(first) + text(rest) == text(whole)
+                expected.append(len(tokens(first)) <= 3)
+            assert [each is threading.main_thread() for each in threads] == expected
+            assert set(expected) == {True, False}
 
     asyncio.run(scenario())
 

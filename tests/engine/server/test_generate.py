@@ -1,6 +1,7 @@
 """Generate over a real socket: streaming, limits, stops, refusals, timeouts, cancels."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -17,7 +18,7 @@ from ullage_common.config.engine import EngineConfig, LimitsSection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_common.wire.request_fields import known_fields
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.server import service
+from ullage_engine.server import prompts, service
 from ullage_engine.server.request import ModelLimits, validated_request
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
@@ -97,6 +98,29 @@ def test_text_and_messages_are_tokenised(serve: Serve, fake: ModuleType) -> None
             assert rendered.endswith("Hi <|im_end|><|im_end|>\n<|im_start|>assistant\n")
             long = pb.GenerateRequest(text="word " * 6000, stop=pb.StopConditions(max_tokens=1))
             assert (await engine.generate(long)).accepted.prompt_tokens == 6001
+
+    asyncio.run(scenario())
+
+
+def test_a_long_conversation_is_rendered_in_a_thread(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    make_turns = prompts.make_turns
+
+    def noted(messages: Any) -> Any:
+        threads.append(threading.current_thread())
+        return make_turns(messages)
+
+    monkeypatch.setattr(prompts, "make_turns", noted)
+
+    async def scenario() -> None:
+        async with serve() as engine:
+            for content in ("Hi", "word " * 5000):
+                chat = pb.GenerateRequest(stop=pb.StopConditions(max_tokens=1))
+                chat.messages.messages.add(role="user", content=content)
+                assert (await engine.generate(chat)).finished
+            assert [each is threading.main_thread() for each in threads] == [True, False]
 
     asyncio.run(scenario())
 
