@@ -17,6 +17,11 @@ HEARTBEAT_S = 1.0
 """Maximum interval between two messages of a stream, in seconds."""
 DEFAULT_INTERVAL_S = 0.1
 """Default minimum interval between two messages of a stream, in seconds."""
+MAX_REPORTS_PER_S = 1000
+"""Maximum number of messages per second in all streams together.
+
+Streams need no key. Without this limit, a few bytes for each would keep the event loop busy.
+"""
 MAX_RELEASES = 32
 """Maximum number of predicted memory releases per message. The earliest releases are kept."""
 
@@ -27,6 +32,7 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
     def __init__(self, config: EngineConfig, engine_status: EngineStatus) -> None:
         self._config = config
         self._engine_status = engine_status
+        self._num_streams = 0
 
     async def GetHeadroom(
         self,
@@ -40,7 +46,13 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
         request: headroom_pb.WatchHeadroomRequest,
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> None:
-        interval_s = request.min_interval_ms / 1000 or DEFAULT_INTERVAL_S
+        self._num_streams += 1
+        try:
+            await self._push(request.min_interval_ms / 1000 or DEFAULT_INTERVAL_S, context)
+        finally:
+            self._num_streams -= 1
+
+    async def _push(self, asked_s: float, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
         for sequence in itertools.count(1):
             pushed_at = time.monotonic()
             change = asyncio.ensure_future(self._engine_status.changed(HEARTBEAT_S))
@@ -50,7 +62,8 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
                 await change
             finally:
                 change.cancel()
-            await asyncio.sleep(pushed_at + interval_s - time.monotonic())
+            pause_s = interval_s(asked_s, self._num_streams)
+            await asyncio.sleep(pushed_at + pause_s - time.monotonic())
 
     def report(self, sequence: int) -> headroom_pb.Headroom:
         """Return the engine's report as it is now, with this number in its stream."""
@@ -100,6 +113,16 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
                 queued=tier.queued,
             )
         return headroom
+
+
+def interval_s(asked_s: float, num_streams: int) -> float:
+    """Return the minimum interval between two messages of a stream, in seconds.
+
+    Args:
+        asked_s: the interval that the client asked for.
+        num_streams: the number of open streams.
+    """
+    return max(asked_s, num_streams / MAX_REPORTS_PER_S)
 
 
 def _fill(headroom: headroom_pb.Headroom, state: WorkerState) -> None:

@@ -18,7 +18,7 @@ from ullage_common.config.engine import EngineConfig, LimitsSection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_common.wire.request_fields import known_fields
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.server import prompts, service
+from ullage_engine.server import headroom, prompts, service
 from ullage_engine.server.request import ModelLimits, validated_request
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
@@ -368,6 +368,37 @@ def test_describes_the_model(serve: Serve) -> None:
             assert model.profile.groups[0].bytes_per_token == 100
             error = await refusal(engine.inference.GetModel(pb.GetModelRequest(model="x")))
             assert error.reason == "MODEL_NOT_FOUND"
+
+    asyncio.run(scenario())
+
+
+def test_many_streams_of_headroom_share_a_rate(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a few bytes for each of 512 streams, which need no key, keep the event loop busy."""
+    counts: list[int] = []
+    rule = headroom.interval_s
+
+    def noted(asked_s: float, num_streams: int) -> float:
+        counts.append(num_streams)
+        return rule(asked_s, num_streams)
+
+    monkeypatch.setattr(headroom, "interval_s", noted)
+    assert rule(0.1, 10) == 0.1
+    assert rule(0.001, 500) == 500 / headroom.MAX_REPORTS_PER_S
+
+    async def scenario() -> None:
+        async with serve() as engine:
+            request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=1)
+            calls = [engine.headroom.WatchHeadroom(request) for _ in range(3)]
+            while max(counts, default=0) < 3:
+                for call in calls:
+                    await call.read()
+            for call in calls[1:]:
+                call.cancel()
+            while counts[-1] > 1:
+                await calls[0].read()
+            calls[0].cancel()
 
     asyncio.run(scenario())
 
