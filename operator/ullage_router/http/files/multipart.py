@@ -13,6 +13,11 @@ MAX_BOUNDARY = 70
 """Maximum length of a boundary (RFC 2046)."""
 MAX_PART_HEAD_BYTES = 8 << 10
 MAX_PARTS = 16
+MAX_PARAMETERS = 32
+"""Maximum number of semicolons in a header.
+
+The standard library takes a time proportional to their number times the header's length.
+"""
 
 _BOUNDARY = re.compile(r"[ -~]{0,69}[!-~]")
 _PADDING = b" \t"
@@ -41,7 +46,7 @@ def boundary_of(content_type: str) -> bytes:
     header["content-type"] = content_type
     if header.get_content_type() != FORM:
         raise content_type_not_supported(content_type, FORM)
-    boundary = str(header.get_param("boundary", ""))
+    boundary = str(_parameter(header, "content-type", "boundary"))
     if len(boundary) > MAX_BOUNDARY or not _BOUNDARY.fullmatch(boundary):
         raise malformed_form(f"its boundary {boundary[:80]!r} is not valid")
     return boundary.encode()
@@ -160,7 +165,24 @@ def _part(head: bytes) -> PartBegan:
     }
     header = Message()
     header["content-disposition"] = values.get("content-disposition", "")
-    name = header.get_param("name", header="content-disposition")
+    name = _parameter(header, "content-disposition", "name")
     if header.get_content_disposition() != "form-data" or not isinstance(name, str) or not name:
         raise malformed_form("a part has no Content-Disposition: form-data; name=...")
+    filename = _parameter(header, "content-disposition", "filename")
+    if isinstance(filename, tuple) and (filename[0] or "").lower() != "utf-8":
+        raise malformed_form("the filename* of a part is not in UTF-8")
     return PartBegan(name, header.get_filename())
+
+
+def _parameter(header: Message, name: str, parameter: str) -> str | tuple[str | None, ...]:
+    """Return a parameter of a header, as a tuple if its character set is given, or "".
+
+    Raises:
+        ServiceError: The header has too many parameters, or one with an invalid number.
+    """
+    if str(header[name]).count(";") > MAX_PARAMETERS:
+        raise malformed_form(f"{name} has more than {MAX_PARAMETERS} parameters")
+    try:
+        return header.get_param(parameter, "", name)
+    except ValueError as error:
+        raise malformed_form(f"the parameters of {name} cannot be read") from error
