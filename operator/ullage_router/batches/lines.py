@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ullage_router.batches.batch import BatchError
 
@@ -16,9 +17,20 @@ MAX_LINE_BYTES = 8 << 20
 MAX_CUSTOM_ID = 512
 MAX_ERRORS = 100
 """Maximum number of errors that are reported. Checking ends there."""
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TEXT = msgspec.json.Decoder(str)
 _encode = msgspec.json.Encoder().encode
+
+
+class _Fields(msgspec.Struct):
+    """The fields of a line. Others are skipped, since a line has room for a million of them."""
+
+    custom_id: msgspec.Raw | UnsetType = UNSET
+    method: msgspec.Raw | UnsetType = UNSET
+    url: msgspec.Raw | UnsetType = UNSET
+    body: msgspec.Raw | UnsetType = UNSET
+
+
+_FIELDS = msgspec.json.Decoder(_Fields)
 
 
 class _Body(msgspec.Struct):
@@ -98,11 +110,11 @@ class LineChecker:
             fields = _FIELDS.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return "invalid_json_line", f"the line is not a JSON object: {error}", None
-        for name in ("custom_id", "method", "url", "body"):
-            if name not in fields:
+        for name in fields.__struct_fields__:
+            if getattr(fields, name) is UNSET:
                 return "missing_required_parameter", f"{name} is missing; add it", name
 
-        custom_id = _text(fields["custom_id"])
+        custom_id = _text(fields.custom_id)
         if not custom_id or len(custom_id) > MAX_CUSTOM_ID:
             message = f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters"
             return "invalid_custom_id", message, "custom_id"
@@ -112,12 +124,12 @@ class LineChecker:
             return "duplicate_custom_id", message, "custom_id"
         self._ids.add(digest)
 
-        if _text(fields["method"]) != "POST":
+        if _text(fields.method) != "POST":
             return "invalid_method", "method must be POST", "method"
-        if _text(fields["url"]) != self._endpoint:
+        if _text(fields.url) != self._endpoint:
             message = f"url must be {self._endpoint}, the endpoint of the batch"
             return "mismatched_url", message, "url"
-        return _body_problem(fields["body"])
+        return _body_problem(fields.body)
 
 
 def _body_problem(body: msgspec.Raw) -> tuple[str, str, str | None] | None:

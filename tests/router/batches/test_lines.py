@@ -1,6 +1,7 @@
 """Lines of batches: what is refused, and what is written."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ def problems(*lines: bytes, most: int = 100) -> list[tuple[str, str | None, int 
             break
     checker.end()
     return [(error.code, error.param, error.line) for error in checker.errors]
+
+
+def test_unknown_fields_of_a_line_take_no_memory() -> None:
+    """A long line has room for a million of them."""
+    checker = LineChecker(CHAT, 100)
+    unknown = {f"{i:x}": 0 for i in range(100_000)}
+    text = line("a", **unknown)
+    tracemalloc.start()
+    try:
+        assert checker.add(1, text)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert not checker.errors
+    assert peak < len(text) // 2
 
 
 def test_right_lines_pass() -> None:
