@@ -584,6 +584,34 @@ def test_the_store_is_bounded_in_bytes_and_time() -> None:
     assert store.num_bytes == OVERHEAD_BYTES + 3
 
 
+class ComparedName(str):
+    """The name of a tenant, which counts how often it is compared."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        self.num_compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_room_for_a_long_response_is_made_without_a_look_at_those_of_others() -> None:
+    section = ResponsesSection(enabled=True, max_bytes=2000 * OVERHEAD_BYTES)
+    store = ResponseStore(section)
+    tenant = ComparedName("b")
+    for i in range(500):
+        store.add("a", f"resp_{i}", b"", **NOTHING)
+    for i in range(1000):
+        store.add(tenant, f"resp_{i}", b"", **NOTHING)
+    tenant.num_compared = 0
+    store.add(tenant, "long", b"x" * 500 * OVERHEAD_BYTES, **NOTHING)
+    assert store.find("b", "resp_500") is None
+    assert store.find("b", "resp_501") is not None
+    assert store.find("a", "resp_0") is not None
+    assert tenant.num_compared < 100
+
+
 def test_what_a_response_repeats_stays_charged() -> None:
     room = BodyRoom(1000)
     scope: Any = {"method": "POST", "path": "/v1/responses", "headers": [

@@ -67,6 +67,8 @@ class ResponseStore:
         self._clock = clock
         self._stored: OrderedDict[_Name, StoredResponse] = OrderedDict()
         """Responses in the order in which they will expire."""
+        self._names: dict[str, OrderedDict[str, None]] = {}
+        """Ids of each tenant's responses, in the same order."""
         self._of_tenants = Counter[str]()
         """Number of bytes stored for each tenant."""
 
@@ -90,6 +92,7 @@ class ResponseStore:
         expires = self._clock() + self._section.ttl
         stored = StoredResponse(body, conversation, input_items, root, expires)
         self._stored[tenant, name] = stored
+        self._names.setdefault(tenant, OrderedDict())[name] = None
         self.num_bytes += stored.num_bytes
         self._of_tenants[tenant] += stored.num_bytes
 
@@ -107,13 +110,15 @@ class ResponseStore:
         removed = self._stored.pop((tenant, name), None)
         if removed is None:
             return False
+        del self._names[tenant][name]
         self.num_bytes -= removed.num_bytes
         self._of_tenants[tenant] -= removed.num_bytes
         if not self._of_tenants[tenant]:
             del self._of_tenants[tenant]
+            del self._names[tenant]
         return removed.expires > self._clock()
 
     def _make_room(self, tenant: str, most: int) -> None:
         """Remove a tenant's oldest responses until the others have at most `most` bytes."""
         while self._of_tenants[tenant] > most:
-            self.remove(*next(name for name in self._stored if name[0] == tenant))
+            self.remove(tenant, next(iter(self._names[tenant])))
