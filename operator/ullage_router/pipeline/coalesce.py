@@ -9,7 +9,7 @@ pace.
 import asyncio
 import hashlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 import grpc
@@ -156,6 +156,8 @@ class SharedGeneration:
         self.error: BaseException | None = None
         self._started = time.monotonic()
         self._readers: set[_Reader] = set()
+        self._places = Counter[int]()
+        """Number of readers by the index of their next event."""
         self._log: deque[Event] = deque()
         self._dropped = 0
         """Number of events that have been dropped from the start of the log."""
@@ -199,11 +201,13 @@ class SharedGeneration:
         """Add a reader for a call that shares the answer."""
         reader = _Reader(self, call)
         self._readers.add(reader)
+        self._places[reader.place] += 1
         return reader
 
     def leave(self, reader: "_Reader") -> None:
         """Remove a reader, and end the generation if this was its last reader."""
         self._readers.discard(reader)
+        self._places[reader.place] -= 1
         self._may_go_on.set()
         if not self._readers and self._task:
             self._task.cancel()
@@ -229,14 +233,22 @@ class SharedGeneration:
         index = place - self._dropped
         return self._log[index] if index < len(self._log) else None
 
-    def on_read(self) -> None:
-        """Note that a reader has advanced, so that a paused generation may continue.
+    def on_read(self, place: int) -> None:
+        """Note that a reader has read an event, so that a paused generation may continue.
 
-        Events that every reader has read are dropped once no more requests may join.
+        Events that every reader has read are dropped once no more requests may join. A thousand
+        readers may share an answer, so this looks at none but the one that has advanced.
+
+        Args:
+            place: the index of the event.
         """
         self._may_go_on.set()
+        self._places[place + 1] += 1
+        self._places[place] -= 1
+        if not self._places[place]:
+            del self._places[place]
         if self._age_s > self._longest_s and not self._keeps_all:
-            while self._dropped < min(reader.place for reader in self._readers):
+            while self._log and not self._places[self._dropped]:
                 self._drop()
 
     async def _run(self, start: Handler, on_end: Callable[[], None]) -> None:
@@ -341,9 +353,9 @@ class _Reader:
                 return timed_out(self.accepted, self.output_tokens)
             await self._generation.wait_for_change()
 
+        self._generation.on_read(self.place)
         self.place += 1
         self.bytes_read += event.ByteSize()
-        self._generation.on_read()
         return event
 
     def _error(self) -> BaseException:

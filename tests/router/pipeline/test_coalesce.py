@@ -16,6 +16,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import CoalesceSection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_router.call import Call, deadline_of
+from ullage_router.pipeline import coalesce
 from ullage_router.pipeline.coalesce import Coalescer, is_deterministic, key_of
 from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.policy.decision import Decision
@@ -268,6 +269,42 @@ def test_a_slow_reader_is_told_and_holds_nobody_up() -> None:
             await texts(slow)
         assert caught.value.reason == "SLOW_READER"
         slow.close()
+
+    asyncio.run(scenario())
+
+
+class CountedReader(coalesce._Reader):
+    """A reader that counts how often the places of all readers are looked at."""
+
+    num_looks = 0
+
+    @property
+    def place(self) -> int:
+        CountedReader.num_looks += 1
+        return self._place
+
+    @place.setter
+    def place(self, place: int) -> None:
+        self._place = place
+
+
+def test_a_reader_costs_the_same_however_many_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coalesce, "JOIN_S", 0.0)
+    monkeypatch.setattr(coalesce, "_Reader", CountedReader)
+    num_readers = 60
+    num_words = 20
+
+    async def scenario() -> None:
+        source = Source()
+        generation = coalesce.SharedGeneration(call("a"), 0.0)
+        readers = [generation.join(call(f"r{n}")) for n in range(num_readers)]
+        for _ in range(num_words):
+            source.feed.put_nowait(word("w"))
+        source.feed.put_nowait(last())
+        generation.run(source.start, lambda: None)
+        CountedReader.num_looks = 0
+        assert await asyncio.gather(*map(texts, readers)) == ["w" * num_words] * num_readers
+        assert CountedReader.num_looks <= 10 * num_readers * (num_words + 1)
 
     asyncio.run(scenario())
 
