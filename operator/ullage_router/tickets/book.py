@@ -10,7 +10,7 @@ A tenant pays for every use, even without a report, because an engine could stil
 ticket.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -68,9 +68,10 @@ class OpenTickets:
         self._ticket_s = ticket_s
         self._request_s = request_s
         self._clock = clock
-        # Both are in the order in which the tickets expire, since all have the same lifetime.
-        self._fresh: dict[int, _OpenTicket] = {}
-        self._running: dict[int, _OpenTicket] = {}
+        # Both are in the order in which the tickets expire, since all have the same lifetime. To
+        # find the first key, a plain dict passes over all that were removed before it.
+        self._fresh: OrderedDict[int, _OpenTicket] = OrderedDict()
+        self._running: OrderedDict[int, _OpenTicket] = OrderedDict()
         """Expired tickets whose accepted requests may still be running, by ticket id."""
         self.open = 0
         """Number of ticket uses that have neither ended nor expired."""
@@ -202,7 +203,7 @@ def _cut(credits: list[Credit], count: int) -> list[Credit]:
     return ended
 
 
-def _due(tickets: dict[int, _OpenTicket], now: float) -> Iterator[tuple[int, _OpenTicket]]:
+def _due(tickets: OrderedDict[int, _OpenTicket], now: float) -> Iterator[tuple[int, _OpenTicket]]:
     """Yield expired tickets, oldest first. The caller must remove each one before continuing."""
     while tickets:
         number = next(iter(tickets))
