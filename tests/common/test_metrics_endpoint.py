@@ -1,5 +1,6 @@
 """The endpoint for metrics under clients that are gone, and without free descriptors."""
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import urllib.request
 from prometheus_client import CollectorRegistry
 from ullage_testing.ports import free_port
 
-from ullage_common.process.metrics_endpoint import serve_metrics
+from ullage_common.process.metrics_endpoint import MAX_CONNECTIONS, serve_metrics
 
 DEADLINE_S = 60.0
 
@@ -66,6 +67,26 @@ def test_a_connection_without_a_request_is_closed() -> None:
         while threading.active_count() > threads:
             assert time.monotonic() < ends_at, "a handler's thread never ended"
             time.sleep(0.01)
+    finally:
+        stop()
+
+
+def test_the_oldest_of_too_many_connections_is_closed() -> None:
+    """Each has a thread, and a client that trickles bytes could keep it for ever."""
+    port = free_port()
+    stop = serve_metrics(CollectorRegistry(), port, "127.0.0.1", idle_timeout_s=DEADLINE_S)
+    try:
+        with contextlib.ExitStack() as stack:
+            clients = []
+            for _ in range(MAX_CONNECTIONS + 1):
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                client.settimeout(DEADLINE_S / 2)
+                client.sendall(b"GET /metr")
+                clients.append(client)
+            assert clients[0].recv(1) == b""
+            for client in (clients[1], clients[-1]):
+                client.sendall(b"ics HTTP/1.0\r\n\r\n")
+                assert client.recv(8) == b"HTTP/1.0"
     finally:
         stop()
 

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
@@ -20,6 +21,8 @@ IDLE_TIMEOUT_S = 10.0
 """Seconds without data after which a connection is closed, because its client may be gone."""
 _ACCEPT_RETRY_S = 0.5
 """Seconds until connections are accepted again, for example after open files ran out."""
+MAX_CONNECTIONS = 64
+"""Maximum number of open connections, each of which has a thread. A newer one ends the oldest."""
 
 
 class _Handler(WSGIRequestHandler):
@@ -33,9 +36,35 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingWSGIServer):
-    """A server that accepts connections at most twice a second while that fails."""
+    """A server with a bounded number of connections.
+
+    It accepts connections at most twice a second while that fails.
+    """
 
     stopping: threading.Event
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._open: OrderedDict[socket.socket, None] = OrderedDict()
+        """The open connections, the oldest first."""
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own, and end the oldest if there are too many."""
+        with self._lock:
+            self._open[request] = None
+            oldest = next(iter(self._open)) if len(self._open) > MAX_CONNECTIONS else None
+            if oldest:
+                with contextlib.suppress(OSError):  # the client has closed it already
+                    oldest.shutdown(socket.SHUT_RDWR)  # ends its thread's wait for the client
+                self._open.move_to_end(oldest)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def get_request(self) -> Any:
         try:
