@@ -184,6 +184,7 @@ def _restricted(tools: msgspec.Raw, allowed: AllowedTools) -> str:
         ServiceError: An allowed tool is not among the tools, or none is allowed.
     """
     field = "tool_choice.allowed_tools.tools"
+    JsonCounter("tools", VALUE_LIMITS).add(bytes(tools))
     named = [tool.custom if tool.type == "custom" else tool.function for tool in allowed.tools]
     names = [tool.name if tool else "" for tool in named]
     given = {_name_of(tool): tool for tool in decode_field(_TOOLS, tools, "tools")}
