@@ -10,6 +10,8 @@ from ullage_router.files.catalog import Purpose, StoredFile
 
 PURPOSE: Purpose = "user_data"
 """Purpose of the files that requests may name."""
+MAX_SHOWN = 8
+"""Maximum number of files that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,4 +71,6 @@ def naming_files(error: ServiceError, files: Iterable[StoredFile]) -> ServiceErr
 
 
 def _named(files: Iterable[StoredFile]) -> str:
-    return ", ".join(f"{file.id} ({file.filename}, {file.num_bytes} bytes)" for file in files)
+    shown = [f"{file.id} ({file.filename}, {file.num_bytes} bytes)" for file in files]
+    more = f" and {len(shown) - MAX_SHOWN} more" if len(shown) > MAX_SHOWN else ""
+    return ", ".join(shown[:MAX_SHOWN]) + more

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from ullage_router.files.documents import MAX_SHOWN
 from ullage_router.http import messages
+from ullage_router.http.files.attach import MAX_NAMED
 from ullage_router.http.long_bodies import BodyTurn, LongBodies
 
 if TYPE_CHECKING:
@@ -136,6 +138,44 @@ def test_a_parameter_named_file_id_needs_no_store(
             with pytest.raises(openai.InternalServerError) as error:
                 await create(model="tiny", messages=asking("file-1"))
             assert error.value.status_code == 503
+
+    asyncio.run(scenario())
+
+
+def test_a_body_names_a_bounded_number_of_files(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with start_service(**with_files(tmp_path)) as service:
+            name = await upload(service, "a")
+            part: Any = {"type": "file", "file": {"file_id": name}}
+            for path, field in (("/v1/chat/completions", "messages"), ("/tokenize", "messages")):
+                for count, status in ((MAX_NAMED, 200), (MAX_NAMED + 1, 400)):
+                    turns = [{"role": "user", "content": [part] * count}]
+                    answer = await service.http.post(path, json={"model": "tiny", field: turns})
+                    assert answer.status_code == status, answer.text
+                    if status == 400:
+                        error = answer.json()["error"]
+                        assert error["param"] == "file_id"
+                        assert (
+                            f"{MAX_NAMED + 1} times; name at most {MAX_NAMED}" in error["message"]
+                        )
+
+    asyncio.run(scenario())
+
+
+def test_an_error_names_the_first_files_only(start_service: "StartService", tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with start_service(**with_files(tmp_path)) as service:
+            names = [await upload(service, LONG) for _ in range(MAX_SHOWN + 2)]
+            parts: Any = [{"type": "file", "file": {"file_id": name}} for name in names]
+            with pytest.raises(openai.BadRequestError) as error:
+                await service.openai.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": parts * 10}]
+                )
+            assert names[MAX_SHOWN - 1] in str(error.value)
+            assert names[MAX_SHOWN] not in str(error.value)
+            assert "and 2 more" in str(error.value)
 
     asyncio.run(scenario())
 

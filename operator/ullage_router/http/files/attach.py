@@ -2,19 +2,24 @@
 
 import asyncio
 import re
+from functools import partial
 
+from ullage_common.wire.errors import invalid
 from ullage_router.files.catalog import StoredFile
 from ullage_router.files.documents import Document, too_long
 from ullage_router.files.store import FileStore
 from ullage_router.http.messages import Body, Request
+from ullage_router.intake import IntakeThread
 
+MAX_NAMED = 1024
+"""Maximum number of fields `file_id` in a body."""
 _KEY = b'"file_id"'
 _NAMED = re.compile(rb'"file_id"\s*:\s*"([A-Za-z0-9_-]{1,64})"')
 """Matches a field that names a file. Within a text the quotation marks would be escaped."""
 
 
 async def attach_documents(
-    store: FileStore | None, request: Request, body: Body, tenant: str
+    store: FileStore | None, intake: IntakeThread, request: Request, body: Body, tenant: str
 ) -> list[StoredFile]:
     """Read the files that a body names, and attach their texts to the body.
 
@@ -22,6 +27,7 @@ async def attach_documents(
 
     Args:
         store: The store of files, or None if the service stores none.
+        intake: The thread that searches long bodies.
         request: The request, whose memory the texts take.
         body: The body.
         tenant: The tenant that owns the files.
@@ -30,16 +36,13 @@ async def attach_documents(
         The files, each once.
 
     Raises:
-        ServiceError: The texts are too long, there is not enough memory for them, or the disk
-            failed.
+        ServiceError: The body names too many files, their texts are too long, there is not enough
+            memory for them, or the disk failed.
     """
     if store is None:
         return []
     body.documents = {}
-    data = body.peek()
-    if _KEY not in data:
-        return []
-    names = [name.decode() for name in _NAMED.findall(data)]
+    names = await intake.run(body.num_bytes, tenant, partial(_names_in, body.peek()))
     if not names:  # such as a body whose tools have a parameter `file_id`
         return []
 
@@ -55,6 +58,19 @@ async def attach_documents(
     body.num_bytes = total
     body.documents = {name: await _read(store, file) for name, file in files.items()}
     return list(files.values())
+
+
+def _names_in(data: bytes) -> list[str]:
+    """Return the ids of the files that a body names, in order.
+
+    Raises:
+        ServiceError: The body names too many files.
+    """
+    count = data.count(_KEY)
+    if count > MAX_NAMED:
+        message = f"file_id is there {count} times; name at most {MAX_NAMED} files in a request"
+        raise invalid("file_id", message)
+    return [name.decode() for name in _NAMED.findall(data)] if count else []
 
 
 async def _read(store: FileStore, file: StoredFile) -> Document:

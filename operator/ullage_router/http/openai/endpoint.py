@@ -479,7 +479,8 @@ class GenerateEndpoint:
         """Read the files that a body names, and return their descriptions."""
         if not self._dialect.takes_files:
             return ()
-        return await attach_documents(self._service.files, request, body, tenant)
+        service = self._service
+        return await attach_documents(service.files, service.intake, request, body, tenant)
 
     async def _answer(
         self, call: Call, parsed: Parsed, files: Sequence[StoredFile], writer: Writer

@@ -83,7 +83,7 @@ class TokenizeEndpoint:
         service = self._service
         tenant = service.tenants.open_session(request.headers.get("authorization"))
         body = await request.read_json(tenant.name)
-        await attach_documents(service.files, request, body, tenant.name)
+        await attach_documents(service.files, service.intake, request, body, tenant.name)
         size = body.num_bytes
         asked, wants_strings, unknown = await service.intake.run(
             size, tenant.name, partial(_tokenize_request, body)
