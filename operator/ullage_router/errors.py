@@ -520,6 +520,17 @@ def vectors_full() -> ServiceError:
     )
 
 
+def answers_full() -> ServiceError:
+    """Return the error for a whole response that cannot be kept because memory is scarce."""
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "ANSWERS_FULL",
+        "whole answers with log-probabilities or long texts fill the memory for them; retry, or "
+        "ask for less",
+        retry_after_s=_soon_s(),
+    )
+
+
 def files_off() -> ServiceError:
     """Return the error for a request that needs files in a service that stores none."""
     return ServiceError(

@@ -120,7 +120,9 @@ class ModelTokenizer:
 
     def decode(self, token_ids: list[int]) -> str:
         """Convert token ids to text, skipping special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        # Unlike `decode`, this releases the GIL.
+        texts: list[str] = self.tokenizer.decode_batch([token_ids], skip_special_tokens=True)
+        return texts[0]
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids

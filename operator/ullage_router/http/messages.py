@@ -162,19 +162,25 @@ class Request:
             self._room.handled.give_back(self._handled)
             self._handled = None
 
-    def charge(self, num_bytes: int, tenant: str = "") -> None:
-        """Reserve memory for text that the request brings along in addition to its body.
+    def charge(
+        self,
+        num_bytes: int,
+        tenant: str = "",
+        full: Callable[[], ServiceError] = bodies_full,
+    ) -> None:
+        """Reserve memory for more than the request's body, such as text that it brings along.
 
         Args:
-            num_bytes: Size of the text in bytes.
+            num_bytes: Size in bytes.
             tenant: The tenant to whom the memory is charged, if no body was read before.
+            full: Returns the error if there is not enough memory.
 
         Raises:
             ServiceError: There is not enough memory for it.
         """
         self._tenant = self._tenant or tenant
         if not self._room.take(num_bytes, self._tenant):
-            raise bodies_full()
+            raise full()
         self._taken_bytes += num_bytes
 
     async def bring(self, num_bytes: int) -> None:

@@ -8,6 +8,7 @@ An answer ends with the reason TIMEOUT if its next token does not arrive in time
 limit for the whole answer has passed.
 """
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -54,6 +55,8 @@ from ullage_router.rollout.stages import Rollout, Send
 from ullage_router.tickets.signing import TicketSigner
 
 MAX_ENGINE_FAILURES = 3
+INLINE_TOKENS = 1024
+"""Maximum number of tokens that are converted to text on the event loop."""
 TOTAL_MARGIN_S = 0.5
 """Margin before a request's time limit, in seconds.
 
@@ -268,7 +271,7 @@ class Generation:
     async def _events(self) -> AsyncGenerator[Event, None]:
         request = self._call.request
         if request.output.echo and not request.HasField("continuation"):
-            text = self._prompt_text()
+            text = await self._prompt_text()
             for sample in range(max(1, request.samples.n)):
                 yield Event(delta=inference_pb2.Delta(text=text, sample=sample))
 
@@ -328,12 +331,14 @@ class Generation:
         if self._resumed_on:
             write_cached(finished.usage, self.accepted)
 
-    def _prompt_text(self) -> str:
+    async def _prompt_text(self) -> str:
         request = self._call.request
         prompt = self._reservation.prompt
         if request.text and not request.truncate_prompt_tokens:
             return request.text
-        return prompt.model.decode(prompt.token_ids)
+        if len(prompt.token_ids) <= INLINE_TOKENS:
+            return prompt.model.decode(prompt.token_ids)
+        return await asyncio.to_thread(prompt.model.decode, prompt.token_ids)
 
     async def _resume(self, error: ServiceError) -> None:
         self._stream.close()

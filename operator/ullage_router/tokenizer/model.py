@@ -245,7 +245,9 @@ class Model:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text that the token ids represent, including special tokens."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        # Unlike `decode`, this releases the GIL.
+        texts: list[str] = self.tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
+        return texts[0]
 
 
 def _around(affixes: Affixes, ids: TokenIds) -> TokenIds:

@@ -1,12 +1,16 @@
 """Paths beside OpenAI's that clients of vLLM call."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ullage_common import version
+from ullage_router.http.limits import HTTPLimits
+from ullage_router.http.openai import tokenize
+from ullage_router.tokenizer.model import Model
 
 if TYPE_CHECKING:
     StartService = Any
@@ -115,6 +119,7 @@ def test_what_cannot_be_tokenized(start_service: "StartService") -> None:
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": []}, "tokens"),
         ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 2001}, "tokens"),
     ]
 
     async def scenario() -> None:
@@ -125,6 +130,34 @@ def test_what_cannot_be_tokenized(start_service: "StartService") -> None:
                 assert answer.json()["error"]["param"] == field, body
             answer = await service.http.post("/tokenize", json={"prompt": "a", "model": "other"})
             assert answer.status_code == 404
+
+    asyncio.run(scenario())
+
+
+def test_long_texts_of_tokens_are_made_apart_and_fit_the_memory(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few bytes name a token of a hundred characters, of which many fit a body."""
+    threads: list[threading.Thread] = []
+    decode = Model.decode
+
+    def noted(self: Model, ids: Any) -> str:
+        threads.append(threading.current_thread())
+        return decode(self, ids)
+
+    monkeypatch.setattr(Model, "decode", noted)
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            for count in (10, 2000):
+                answer = await service.http.post("/detokenize", json={"tokens": [1] * count})
+                assert answer.status_code == 200, answer.text
+            assert [each is threading.main_thread() for each in threads] == [True, False]
+
+            monkeypatch.setattr(tokenize, "CHARACTER_BYTES", HTTPLimits().max_held_bytes)
+            answer = await service.http.post("/detokenize", json={"tokens": [1, 1]})
+            assert answer.status_code == 503, answer.text
+            assert answer.json()["error"]["code"] == "ANSWERS_FULL"
 
     asyncio.run(scenario())
 

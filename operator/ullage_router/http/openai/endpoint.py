@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.validation import num_answers
 from ullage_router.call import Call, ResponseStream, deadline_of
-from ullage_router.errors import http_status, internal
+from ullage_router.errors import answers_full, http_status, internal
 from ullage_router.files.catalog import StoredFile
 from ullage_router.files.documents import naming_files
 from ullage_router.http.client_timeout import time_limit_s
@@ -53,6 +53,14 @@ from ullage_router.tokenizer.model import Model
 _NOT_ONE = inference_pb2.Accepted()
 """Stands for the acceptance of a request with several prompts, each of which has its own."""
 KEEPALIVE = b": keepalive\n\n"
+MAX_KEPT_BYTES = 128 << 20
+"""Maximum estimated memory of a response that is kept until it is complete, in bytes."""
+LOGPROB_BYTES = 256
+"""Estimated memory per kept log-probability: as a message, as JSON and in the reply, in bytes."""
+CHARACTER_BYTES = 8
+"""Estimated memory per kept character, in bytes."""
+LONG_TEXT = 4096
+"""Number of characters from which a piece of text counts. Only echoed prompts have such pieces."""
 _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -128,8 +136,8 @@ class Style(NamedTuple):
     """Whether the model's reasoning is left out."""
 
     @property
-    def is_long(self) -> bool:
-        """Whether a complete response may be so long that writing it takes noticeable time."""
+    def scores_prompt(self) -> bool:
+        """Whether the response has log-probabilities of the prompt's tokens."""
         return self.prompt_logprobs is not None or self.echo_logprobs is not None
 
 
@@ -152,6 +160,8 @@ class Parsed(NamedTuple):
     """
     counts_only: bool = False
     """Whether only the prompt's tokens are counted."""
+    keeps_logprobs: bool = False
+    """Whether a stream keeps log-probabilities, which its last events repeat."""
 
 
 def _parsed(
@@ -389,6 +399,43 @@ class Writer:
         return [*decision_headers(self._record), *self._more_headers(self._record)]
 
 
+class KeptMemory:
+    """Reserves memory for the large parts of a response that is kept until it is complete.
+
+    Args:
+        request: The request, to which the memory is charged.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._num_bytes = 0
+
+    def take(self, event: inference_pb2.GenerateResponse) -> None:
+        """Reserve memory for the log-probabilities and the echoed prompt of an event.
+
+        Raises:
+            ServiceError: The response is too large, or there is not enough memory for it now.
+        """
+        num_logprobs = sum(1 + len(entry.top) for entry in event.delta.logprobs)
+        length = len(event.delta.text)
+        num_bytes = num_logprobs * LOGPROB_BYTES
+        if length >= LONG_TEXT:
+            num_bytes += length * CHARACTER_BYTES
+        if not num_bytes:
+            return
+
+        self._num_bytes += num_bytes
+        if self._num_bytes > MAX_KEPT_BYTES:
+            field = "logprobs" if num_logprobs else "echo"
+            raise invalid(
+                field,
+                f"{field}: the whole response would take more than {MAX_KEPT_BYTES >> 20} MiB of "
+                "memory; ask for fewer answers, tokens or alternatives (n, max_tokens, "
+                "top_logprobs), or stream a chat or a completion",
+            )
+        self._request.charge(num_bytes, full=answers_full)
+
+
 class GenerateEndpoint:
     """Serves the requests to one endpoint that generates text.
 
@@ -457,14 +504,15 @@ class GenerateEndpoint:
             counts_only=parsed.counts_only,
         )
         writer = self._writer(reply, record)
+        kept = KeptMemory(request)
         if len(asked) == 1:
-            await self._answer(call, parsed, files, writer)
+            await self._answer(call, parsed, files, writer, kept)
             return
         max_queued = service.config.routing.queue.max_requests
         many = ManyPrompts(
             service.pipeline, call, asked, max_queued, limit_s, limits.request_timeout
         )
-        await self._answer_many(call, many, len(asked), parsed.style, writer)
+        await self._answer_many(call, many, len(asked), parsed.style, writer, kept)
 
     def _writer(self, reply: Reply, record: RequestRecord) -> Writer:
         dialect = self._dialect
@@ -483,7 +531,12 @@ class GenerateEndpoint:
         return await attach_documents(service.files, service.intake, request, body, tenant)
 
     async def _answer(
-        self, call: Call, parsed: Parsed, files: Sequence[StoredFile], writer: Writer
+        self,
+        call: Call,
+        parsed: Parsed,
+        files: Sequence[StoredFile],
+        writer: Writer,
+        kept: KeptMemory,
     ) -> None:
         if call.is_streamed:
             writer.wait_for_stream()
@@ -493,9 +546,9 @@ class GenerateEndpoint:
             async with self._service.pipeline.serve(call) as stream:
                 answer = parsed.answer(self._response_options(call, parsed.style))
                 if call.is_streamed:
-                    await _stream(stream, answer, writer)
+                    await _stream(stream, answer, writer, kept if parsed.keeps_logprobs else None)
                 else:
-                    await _whole(stream, answer, writer, parsed.style)
+                    await _whole(stream, answer, writer, kept, is_long=_is_long(call, parsed.style))
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
             # A variable for the refusal would be a reference cycle, since the error has this frame.
@@ -504,7 +557,13 @@ class GenerateEndpoint:
             writer.stop()
 
     async def _answer_many(
-        self, call: Call, many: ManyPrompts, num_prompts: int, style: Style, writer: Writer
+        self,
+        call: Call,
+        many: ManyPrompts,
+        num_prompts: int,
+        style: Style,
+        writer: Writer,
+        kept: KeptMemory,
     ) -> None:
         if call.is_streamed:
             writer.wait_for_stream()
@@ -518,7 +577,8 @@ class GenerateEndpoint:
                 if call.is_streamed:
                     await _stream_many(stream, form, answer, writer)
                 else:
-                    await _whole_many(stream, form, answer, writer, style)
+                    is_long = _is_long(call, style)
+                    await _whole_many(stream, form, answer, writer, kept, is_long=is_long)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
             await writer.error(as_service_error(error, call.record))
@@ -564,10 +624,19 @@ def _refusal(error: Exception, record: RequestRecord, files: Sequence[StoredFile
     return refusal
 
 
-async def _stream(stream: ResponseStream, answer: Answer, writer: Writer) -> None:
+def _is_long(call: Call, style: Style) -> bool:
+    """Return whether a complete response may be so long that writing it takes noticeable time."""
+    return style.scores_prompt or call.request.output.HasField("top_logprobs")
+
+
+async def _stream(
+    stream: ResponseStream, answer: Answer, writer: Writer, kept: KeptMemory | None
+) -> None:
     writer.start_stream()
     writer.hold(answer.opening(stream.accepted))
     async for event in stream.events():
+        if kept:
+            kept.take(event)
         if data := answer.of(event):
             await writer.events(data)
     await writer.end_stream()
@@ -577,15 +646,18 @@ def _written(answer: Callable[[], JSON]) -> bytes:
     return _encode(answer())
 
 
-async def _whole(stream: ResponseStream, answer: Answer, writer: Writer, style: Style) -> None:
+async def _whole(
+    stream: ResponseStream, answer: Answer, writer: Writer, kept: KeptMemory, *, is_long: bool
+) -> None:
     finished = inference_pb2.Finished()
     async for event in stream.events():
+        kept.take(event)
         answer.collect(event)
         if event.HasField("finished"):
             finished = event.finished
 
     body = functools.partial(answer.whole, stream.accepted)
-    await writer.whole(body, resumed_headers(finished), is_long=style.is_long)
+    await writer.whole(body, resumed_headers(finished), is_long=is_long)
 
 
 async def _stream_many(
@@ -601,18 +673,25 @@ async def _stream_many(
 
 
 async def _whole_many(
-    stream: ManyPrompts, form: CompletionFormat, answer: Answer, writer: Writer, style: Style
+    stream: ManyPrompts,
+    form: CompletionFormat,
+    answer: Answer,
+    writer: Writer,
+    kept: KeptMemory,
+    *,
+    is_long: bool,
 ) -> None:
     finished = inference_pb2.Finished()
     async for event in stream.events():
         if isinstance(event, Begun):
             form.begin(event.accepted, event.choices)
             continue
+        kept.take(event)
         answer.collect(event)
         if event.HasField("finished"):
             finished = event.finished
     body = functools.partial(answer.whole, _NOT_ONE)
-    await writer.whole(body, resumed_headers(finished), is_long=style.is_long)
+    await writer.whole(body, resumed_headers(finished), is_long=is_long)
 
 
 def sampling_defaults(model: Model) -> dict[str, float]:

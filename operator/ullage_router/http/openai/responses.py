@@ -32,6 +32,7 @@ SampleFinished = inference_pb2.SampleFinished
 Accepted = inference_pb2.Accepted
 TokenLogprob = inference_pb2.TokenLogprob
 ToolCallPiece = inference_pb2.ToolCallPiece
+_encode = msgspec.json.Encoder().encode
 _FINISH = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
@@ -407,13 +408,21 @@ def chat_logprobs(entries: Sequence[TokenLogprob], as_ids: bool = False) -> JSON
         entries: The tokens.
         as_ids: Whether tokens are named by their ids.
     """
-    return {
-        "content": [
-            _logprob(entry, as_ids) | {"top_logprobs": [_logprob(top, as_ids) for top in entry.top]}
-            for entry in entries
-            if not entry.is_end
-        ]
-    }
+    return {"content": [chat_logprob(entry, as_ids) for entry in entries if not entry.is_end]}
+
+
+def chat_logprob(entry: TokenLogprob, as_ids: bool = False) -> msgspec.Raw:
+    """Return the JSON of a token with its alternatives.
+
+    An answer has up to a million of these objects. As JSON, they take a fifth of the memory, and
+    another encoding only copies their bytes.
+
+    Args:
+        entry: The token.
+        as_ids: Whether tokens are named by their ids.
+    """
+    top = [_logprob(other, as_ids) for other in entry.top]
+    return msgspec.Raw(_encode(_logprob(entry, as_ids) | {"top_logprobs": top}))
 
 
 class _TextOffset:
@@ -446,7 +455,7 @@ class _CompletionLogprobs:
         self._offset = offset
         self._tokens: list[str] = []
         self._logprobs: list[float | None] = []
-        self._top: list[dict[str, float] | None] = []
+        self._top: list[msgspec.Raw | None] = []
         self._offsets: list[int] = []
 
     def add(self, entries: Sequence[TokenLogprob], num_top: int | None = None) -> None:
@@ -459,7 +468,7 @@ class _CompletionLogprobs:
                 top.setdefault(_named(other, self._as_ids), other.logprob)
             top.setdefault(name, entry.logprob)
             self._logprobs.append(entry.logprob)
-            self._top.append(top)
+            self._top.append(msgspec.Raw(_encode(top)))  # as for chats
 
     def add_prompt(self, entries: Sequence[TokenLogprob], start: int, num_top: int) -> None:
         """Add tokens of the prompt from position `start` on. The prompt's first has no logprob."""

@@ -14,7 +14,12 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_MESSAGES, MAX_PROMPT_TOKENS
-from ullage_common.wire.validation import check_prompt_tokens, validate_request
+from ullage_common.wire.validation import (
+    check_prompt_tokens,
+    invalid_value,
+    validate_request,
+)
+from ullage_router.errors import answers_full
 from ullage_router.http.files.attach import attach_documents
 from ullage_router.http.messages import Body, Reply, Request
 from ullage_router.http.openai.decoding import (
@@ -24,6 +29,7 @@ from ullage_router.http.openai.decoding import (
     parse_fields,
     utf8,
 )
+from ullage_router.http.openai.endpoint import CHARACTER_BYTES
 from ullage_router.http.openai.errors import ignored_header
 from ullage_router.http.openai.requests import from_chat
 from ullage_router.http.openai.schemas import NULL, ChatMessage, ChatRequest, Token, unread
@@ -34,6 +40,8 @@ from ullage_router.tokenizer.model import Model, special_tokens
 
 _JSON = (b"content-type", b"application/json")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+TOKEN_BYTES = 16
+"""Bytes of text per token for which the work of decoding is planned."""
 _TOKEN_IDS = msgspec.json.Decoder(
     Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 )
@@ -114,10 +122,19 @@ class DetokenizeEndpoint:
             body.num_bytes, tenant.name, partial(_detokenize_request, body)
         )
         model = _model(service, name, tenant)
+        most = service.engines.max_model_len
+        if len(ids) > most:
+            permitted = f"at most {most} at a time, the model's length"
+            raise invalid_value("tokens", f"a list of {len(ids)} tokens", permitted)
         check_prompt_tokens(ids, model.vocab_size, "tokens")
         request.end_turn()
-        text = await asyncio.to_thread(lambda: msgspec.json.encode({"prompt": model.decode(ids)}))
-        await reply.whole(200, [_JSON], text)
+
+        # A token has up to a hundred characters, so texts are made one at a time.
+        decode = partial(model.decode, ids)
+        text = await service.intake.run(TOKEN_BYTES * len(ids), tenant.name, decode)
+        request.charge(CHARACTER_BYTES * len(text), full=answers_full)
+        answer = await asyncio.to_thread(msgspec.json.encode, {"prompt": text})
+        await reply.whole(200, [_JSON], answer)
 
 
 class TokenizerInfoEndpoint:

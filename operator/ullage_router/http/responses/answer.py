@@ -16,7 +16,12 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http.openai.custom_tools import InputReader, as_arguments
 from ullage_router.http.openai.errors import DONE, error_code, in_api_words, sse_event
-from ullage_router.http.openai.responses import JSON, ResponseOptions, prompt_tokens_details
+from ullage_router.http.openai.responses import (
+    JSON,
+    ResponseOptions,
+    chat_logprob,
+    prompt_tokens_details,
+)
 from ullage_router.http.responses.errors import NAMES
 from ullage_router.telemetry.record import cached_tokens
 
@@ -51,7 +56,7 @@ class _OpenItem:
     id: str
     index: int
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[JSON] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
     call_id: str = ""
     name: str = ""
     """The function's name in the conversation."""
@@ -140,7 +145,7 @@ class ResponsesAnswer:
         self._closed: list[tuple[_OpenItem, str]] = []
         """The items of the output, with their texts or arguments."""
         self._item: _OpenItem | None = None
-        self._pending: list[JSON] = []
+        self._pending: list[msgspec.Raw] = []
         """Log-probabilities of tokens whose text has yet to come, as a character takes several."""
         self._num_events = 0
         self._body: JSON = {}
@@ -197,7 +202,7 @@ class ResponsesAnswer:
         return events
 
     def _grow(
-        self, kind: str, name: str, text: str, logprobs: list[JSON] | None = None
+        self, kind: str, name: str, text: str, logprobs: list[msgspec.Raw] | None = None
     ) -> list[JSON]:
         """Add text to the open item, which is opened first if it is of another kind."""
         events: list[JSON] = []
@@ -340,14 +345,10 @@ class ResponsesAnswer:
             "total_tokens": counted.prompt_tokens + counted.completion_tokens,
         }
 
-    def _logprobs(self, delta: inference_pb2.Delta) -> list[JSON]:
+    def _logprobs(self, delta: inference_pb2.Delta) -> list[msgspec.Raw]:
         if not self._options.logprobs:
             return []
-        return [
-            _logprob(entry) | {"top_logprobs": [_logprob(top) for top in entry.top]}
-            for entry in delta.logprobs
-            if not entry.is_end
-        ]
+        return [chat_logprob(entry) for entry in delta.logprobs if not entry.is_end]
 
     def _events(self, events: list[JSON]) -> bytes:
         data = []
@@ -383,11 +384,3 @@ def _reason(finished: inference_pb2.Finished) -> str:
     if finished.reason == inference_pb2.FINISH_REASON_TIMEOUT:
         return finished.stop_string or "timeout"
     return "max_output_tokens"
-
-
-def _logprob(entry: inference_pb2.TokenLogprob | inference_pb2.Alternative) -> JSON:
-    return {
-        "token": entry.token,
-        "logprob": entry.logprob,
-        "bytes": list(entry.token_bytes or entry.token.encode()),
-    }

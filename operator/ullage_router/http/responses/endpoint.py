@@ -107,6 +107,7 @@ def _parse(
         prompt_cache_key=asked.prompt_cache_key,
         ignored=asked.ignored,
         kept_bytes=asked.kept_bytes,
+        keeps_logprobs=True,
     )
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -18,13 +18,13 @@ from ullage_router.http.responses.answers import (
     InputText,
     OutputCall,
     OutputCustomCall,
-    OutputItem,
     OutputMessage,
     OutputReasoning,
     OutputText,
     ReasoningText,
     RefusalText,
     Role,
+    Status,
     SummaryText,
 )
 from ullage_router.http.responses.schemas import Item, ItemPart
@@ -45,10 +45,34 @@ _PREFIXES = {
 """Beginnings of items' ids, by type."""
 
 
+class _Text(msgspec.Struct, tag_field="type", tag="output_text"):
+    """The text of a stored message. Its log-probabilities are skipped: they may take megabytes."""
+
+    text: str
+    annotations: list[str]
+
+
+class _Message(msgspec.Struct, tag_field="type", tag="message"):
+    """A stored message without its log-probabilities."""
+
+    id: str
+    status: Status
+    role: Literal["assistant"]
+    content: list[_Text]
+
+    def listed(self) -> OutputMessage:
+        """Return the message as lists have it."""
+        content = [
+            OutputText(text=part.text, annotations=part.annotations, logprobs=[])
+            for part in self.content
+        ]
+        return OutputMessage(id=self.id, status=self.status, role=self.role, content=content)
+
+
 class _Answered(msgspec.Struct):
     """The field of a response that has the items of the answer."""
 
-    output: list[OutputItem]
+    output: list[_Message | OutputReasoning | OutputCall | OutputCustomCall]
 
 
 class _Identified(msgspec.Struct):
@@ -75,7 +99,10 @@ def encode_items(given: str | Sequence[Item], previous: StoredResponse | None) -
     items: list[object] = []
     if previous:
         items += _ITEMS.decode(previous.input_items)
-        items += [_without_logprobs(item) for item in _ANSWERED.decode(previous.body).output]
+        items += [
+            item.listed() if isinstance(item, _Message) else item
+            for item in _ANSWERED.decode(previous.body).output
+        ]
 
     # A client may send one id twice, and pages need ids that differ.
     unique = os.urandom(16).hex()
@@ -131,14 +158,6 @@ def _refuse_unsupported(query: Mapping[str, str]) -> None:
         if field == "before":
             message = f"before is {query[name]}, which is not supported; send order and after"
             raise invalid("before", message)
-
-
-def _without_logprobs(item: OutputItem) -> OutputItem:
-    """Return an item of an answer without log-probabilities, which take kilobytes a token."""
-    if not isinstance(item, OutputMessage):
-        return item
-    parts = [msgspec.structs.replace(part, logprobs=[]) for part in item.content]
-    return msgspec.structs.replace(item, content=parts)
 
 
 def _listed(item: Item, suffix: str) -> AnyInputItem:
