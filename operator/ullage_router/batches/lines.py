@@ -63,7 +63,7 @@ class LineChecker:
 
     Args:
         endpoint: The endpoint of the batch.
-        most: Maximum number of lines.
+        most: Maximum number of lines, and of blank lines in addition.
 
     Attributes:
         errors: The errors in the lines so far.
@@ -75,6 +75,7 @@ class LineChecker:
         self._most = most
         self._ids = set[bytes]()
         """Digests of the ids, which take less memory than the ids."""
+        self._num_blank = 0
         self.errors: list[BatchError] = []
         self.total = 0
 
@@ -82,7 +83,11 @@ class LineChecker:
         """Check a line, and return whether the next one is worth a check."""
         is_long = len(line) > MAX_LINE_BYTES
         if not is_long and not line.strip():
-            return True
+            self._num_blank += 1
+            if self._num_blank > self._most:
+                message = f"the file has more than {self._most} blank lines; remove them"
+                self._note("too_many_lines", message, None, number)
+            return self._num_blank <= self._most
         self.total += 1
         if self.total > self._most:
             message = f"the file has more than {self._most} requests; send it in several batches"

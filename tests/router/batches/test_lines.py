@@ -63,6 +63,7 @@ def test_right_lines_pass() -> None:
     [
         ([], ("empty_file", None, None)),
         ([b"\n"], ("empty_file", None, None)),
+        ([b" "] * 101, ("too_many_lines", None, 101)),
         ([b"{"], ("invalid_json_line", None, 1)),
         ([b"[]"], ("invalid_json_line", None, 1)),
         ([b"[" * 100_000], ("invalid_json_line", None, 1)),
