@@ -121,6 +121,8 @@ class _Reasoning:
         self._begin = begin
         self._end = end
         self._is_over = False
+        self._blanks: list[str] = []
+        """Whitespace before the held text, in pieces: an answer may consist of nothing else."""
         self._held = ""
         """Text that may be the beginning of the first mark."""
         self._tail = ""
@@ -131,16 +133,19 @@ class _Reasoning:
         if self._is_over:
             return "", text
         if self._begin:
-            text = self._held + text
-            begun = text.lstrip()
-            if begun.startswith(self._begin):
-                self._begin = self._held = ""
-            elif self._begin.startswith(begun) and not is_last:
-                self._held = text
+            if not self._held:
+                words = text.lstrip()
+                self._blanks.append(text[: len(text) - len(words)])
+                text = words
+            begun = self._held + text
+            if self._begin.startswith(begun) and begun != self._begin and not is_last:
+                self._held = begun
                 return "", ""
-            else:
+            text = "".join(self._blanks) + begun
+            if not begun.startswith(self._begin):
                 self._is_over = True
                 return "", text
+            self._begin = self._held = ""
 
         searched = self._tail + text
         place = searched.find(self._end)

@@ -9,11 +9,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from ullage_testing.counted_text import CountedText
 
 from ullage_engine.tokenizer.detokenizer import (
     Detokenizer,
     StopMatcher,
     TokenBytes,
+    _Reasoning,
 )
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer, load_tokenizer
 
@@ -231,6 +233,15 @@ def test_stop_strings_count_only_after_the_reasoning(
     before, found = first_completed(answer, stops)
     assert stop == found
     assert shown == text.removesuffix(answer) + before + (found if include_stop else "")
+
+
+def test_blanks_before_reasoning_are_copied_once() -> None:
+    reasoning = _Reasoning("<think>", "</think>")
+    CountedText.num_copied = 0
+    for _ in range(100):
+        assert reasoning.split(CountedText(" " * 100), False) == ("", "")
+    assert CountedText.num_copied <= 100 * 100
+    assert reasoning.split("<think>a", False) == (" " * 10_000 + "<think>a", "")
 
 
 def test_an_answer_without_reasoning_stops_at_once() -> None:

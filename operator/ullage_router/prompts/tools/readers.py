@@ -36,7 +36,8 @@ class Trimmer:
     """Removes the whitespace around calls. Text without a call is not changed."""
 
     def __init__(self) -> None:
-        self._blank = ""
+        self._blanks: list[str] = []
+        """Whitespace that is held back, in pieces: an answer may consist of nothing else."""
         self._has_calls = False
 
     def push(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -45,18 +46,23 @@ class Trimmer:
 
     def close(self) -> list[Piece]:
         """Return the whitespace that was held back, or nothing if the answer has calls."""
-        return [Text(self._blank)] if self._blank and not self._has_calls else []
+        blank = "".join(self._blanks)
+        return [Text(blank)] if blank and not self._has_calls else []
 
     def _take(self, piece: Piece) -> list[Piece]:
         if not isinstance(piece, Text):
             if isinstance(piece, CallStart):
-                self._blank = ""
+                self._blanks.clear()
                 self._has_calls = True
             return [piece]
-        whole = self._blank + piece.text
-        words = whole.rstrip()
-        self._blank = whole[len(words) :]
-        return [Text(words)] if words else []
+        words = piece.text.rstrip()
+        blank = piece.text[len(words) :]
+        if not words:
+            self._blanks.append(blank)
+            return []
+        whole = "".join(self._blanks) + words
+        self._blanks = [blank]
+        return [Text(whole)]
 
 
 class MarkedReader:

@@ -35,6 +35,8 @@ class ReasoningReader:
         self._form = form
         self._rest = rest
         self._buffer = ""
+        self._blanks: list[str] = []
+        """Whitespace before the buffer, in pieces: an answer may consist of nothing else."""
         self._has_begun = is_open
         self.is_thinking = is_open
         self._has_thought = False
@@ -42,6 +44,10 @@ class ReasoningReader:
 
     def push(self, text: str) -> list[Piece]:
         """Feed in more text, and return the pieces that are now certain."""
+        if not (self._buffer or self._has_begun):
+            words = text.lstrip()
+            self._blanks.append(text[: len(text) - len(words)])
+            text = words
         self._buffer += text
         if not self._has_begun and not self._begin():
             return []
@@ -55,7 +61,7 @@ class ReasoningReader:
 
     def close(self) -> list[Piece]:
         """End the answer, and return the pieces that were held back."""
-        rest = self._buffer
+        rest = self._take_blanks() + self._buffer
         self._buffer = ""
         if self.is_thinking:
             thought = self._trimmed(rest)
@@ -65,13 +71,14 @@ class ReasoningReader:
 
     def _begin(self) -> bool:
         """Look for the mark at the beginning. Return False if more text is needed to tell."""
-        begun = self._buffer.lstrip()
-        if begun.startswith(self._form.begin):
-            self._buffer = begun.removeprefix(self._form.begin)
+        if self._buffer.startswith(self._form.begin):
+            self._buffer = self._buffer.removeprefix(self._form.begin)
+            self._blanks.clear()
             self.is_thinking = True
-        elif self._form.begin.startswith(begun):
+        elif self._form.begin.startswith(self._buffer):
             return False
         else:
+            self._buffer = self._take_blanks() + self._buffer
             self._answer = _AnswerText(("", ""), follows_reasoning=False)
         self._has_begun = True
         return True
@@ -79,14 +86,23 @@ class ReasoningReader:
     def _think(self) -> str:
         """Take the reasoning out of the buffer as far as it is certain."""
         match = find_mark(self._buffer, [self._form.end])
+        held = 0 if match else held_back(self._buffer, [self._form.end])
+        sure = match.before if match else self._buffer[: len(self._buffer) - held]
+        self._buffer = match.after if match else self._buffer[len(sure) :]
+
+        words = sure.rstrip()
+        thought = self._take_blanks() + words if words else ""
         if match:
             self.is_thinking = False
-            self._buffer = match.after
-            return self._trimmed(match.before)
-        sure = len(self._buffer) - held_back(self._buffer, [self._form.end])
-        thought = self._buffer[:sure].rstrip()
-        self._buffer = self._buffer[len(thought) :]
+            self._blanks.clear()
+        else:
+            self._blanks.append(sure[len(words) :])
         return self._trimmed(thought)
+
+    def _take_blanks(self) -> str:
+        blank = "".join(self._blanks)
+        self._blanks.clear()
+        return blank
 
     def _trimmed(self, thought: str) -> str:
         thought = thought.rstrip()

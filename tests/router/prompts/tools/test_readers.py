@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ullage_testing.counted_text import CountedText
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.tool_formats import ToolFormat
@@ -24,6 +25,7 @@ from ullage_router.prompts.tools.readers import (
     ForcedReader,
     MarkedReader,
     TaggedReader,
+    Trimmer,
     WholeReader,
 )
 from ullage_router.prompts.tools.toolbox import open_toolbox
@@ -496,3 +498,15 @@ def test_blanks_in_a_fence_end() -> None:
     """What is quadratic in half a megabyte takes longer than the test may."""
     assert parse_json_calls(f"```json\n{CALL}{' ' * 500_000}\n```") == parse_json_calls(CALL)
     assert parse_json_calls(f"```{CALL}{' ' * 500_000}x") is None
+
+
+def test_blanks_around_calls_are_copied_once() -> None:
+    """A client may let the model write nothing but blanks, a hundred in each token."""
+    blank = Text(CountedText(" " * 100))
+    trimmer = Trimmer()
+    CountedText.num_copied = 0
+    for _ in range(100):
+        assert trimmer.push([blank]) == []
+    assert CountedText.num_copied <= 100 * len(blank.text)
+    assert trimmer.push([Text("x ")]) == [Text(" " * 10_000 + "x")]
+    assert trimmer.close() == [Text(" ")]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ullage_testing.counted_text import CountedText
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.reasoning_formats import REASONING_FORMATS, reasoning_format
@@ -96,6 +97,18 @@ def test_text_without_reasoning_is_untouched(name: str, text: str) -> None:
     form = REASONING_FORMATS[name]
     if not text.lstrip().startswith(form.begin):
         assert read(reader(name, False), text) == ([Text(text)] if text else [])
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_blanks_are_copied_once(is_open: bool) -> None:
+    """A client may let the model write nothing but blanks, a hundred in each token."""
+    blank = CountedText(" " * 100)
+    blanks = reader("think", is_open)
+    CountedText.num_copied = 0
+    for _ in range(100):
+        assert blanks.push(blank) == []
+    assert CountedText.num_copied <= 100 * len(blank)
+    assert blanks.push("x") == [(Thought if is_open else Text)(" " * 10_000 * (not is_open) + "x")]
 
 
 def test_no_part_of_a_mark_is_shown() -> None:
