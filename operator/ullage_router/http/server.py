@@ -18,6 +18,8 @@ from ullage_router.http.messages import Reply, Request, asgi
 BACKLOG = 2048
 TICK_S = 0.5
 """Seconds between two checks of the connections' time limits."""
+TICKED_PER_TURN = 512
+"""Maximum number of connections that are checked in one iteration of the event loop."""
 HANDSHAKE_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 2.0
 
@@ -67,7 +69,7 @@ class HTTPServer:
             listener: The bound socket.
             context: The TLS context, or None for plaintext.
         """
-        self._tick()
+        self._set_date()
         self._clock = asyncio.create_task(self._keep_time(), name="http clock")
 
         loop = asyncio.get_running_loop()
@@ -130,12 +132,19 @@ class HTTPServer:
         while True:
             await asyncio.sleep(TICK_S)
             with failures_logged("http clock"):
-                self._tick()
+                self._set_date()
+            await self._tick()
 
-    def _tick(self) -> None:
+    def _set_date(self) -> None:
         date = email.utils.formatdate(time.time(), usegmt=True)
         self._state.default_headers = [(b"date", date.encode())]
-        now = asyncio.get_running_loop().time()
-        for connection in self._connections:
-            with failures_logged("time limits of a connection"):
-                connection.tick(now)
+
+    async def _tick(self) -> None:
+        """Enforce the time limits of all connections, with pauses for other work between them."""
+        loop = asyncio.get_running_loop()
+        for number, connection in enumerate(self._connections):
+            if number and not number % TICKED_PER_TURN:
+                await asyncio.sleep(0)
+            if connection in self._state.connections:  # others were closed in a pause
+                with failures_logged("time limits of a connection"):
+                    connection.tick(loop.time())

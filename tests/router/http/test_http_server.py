@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -822,6 +823,38 @@ def test_a_burst_is_begun_in_order_and_over_several_turns() -> None:
         assert max(b - a for a, b in itertools.pairwise(sizes)) <= STARTED_PER_TURN
 
     asyncio.run(scenario())
+
+
+def test_connections_are_checked_in_several_turns(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty thousand idle ones would take 70 ms in one turn of the event loop, twice a second."""
+    monkeypatch.setattr(server_module, "TICK_S", 0.02)
+    monkeypatch.setattr(server_module, "TICKED_PER_TURN", 2)
+    tick = HTTPConnection.tick
+    turn = 0
+    checked = Counter[int]()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def noted(self: HTTPConnection, now: float) -> None:
+        checked[turn] += 1
+        tick(self, now)
+
+    async def scenario(_: HTTPServer, echo: Echo, connect: Connect) -> None:
+        counting = asyncio.create_task(count_turns())
+        clients = [await connect() for _ in range(5)]
+        monkeypatch.setattr(HTTPConnection, "tick", noted)
+        await until(lambda: checked.total() >= 10)
+        counting.cancel()
+        assert max(checked.values()) == 2
+        assert len(clients) == 5
+
+    run(scenario)
 
 
 def test_time_limits_hold_after_a_failure(
