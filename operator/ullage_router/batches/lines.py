@@ -115,11 +115,12 @@ class LineChecker:
             fields = _FIELDS.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return "invalid_json_line", f"the line is not a JSON object: {error}", None
-        for name in fields.__struct_fields__:
-            if getattr(fields, name) is UNSET:
+        values = msgspec.structs.asdict(fields)
+        for name, value in values.items():
+            if value is UNSET:
                 return "missing_required_parameter", f"{name} is missing; add it", name
 
-        custom_id = _text(fields.custom_id)
+        custom_id = _text(values["custom_id"])
         if not custom_id or len(custom_id) > MAX_CUSTOM_ID:
             message = f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters"
             return "invalid_custom_id", message, "custom_id"
@@ -129,12 +130,12 @@ class LineChecker:
             return "duplicate_custom_id", message, "custom_id"
         self._ids.add(digest)
 
-        if _text(fields.method) != "POST":
+        if _text(values["method"]) != "POST":
             return "invalid_method", "method must be POST", "method"
-        if _text(fields.url) != self._endpoint:
+        if _text(values["url"]) != self._endpoint:
             message = f"url must be {self._endpoint}, the endpoint of the batch"
             return "mismatched_url", message, "url"
-        return _body_problem(fields.body)
+        return _body_problem(values["body"])
 
 
 def _body_problem(body: msgspec.Raw) -> tuple[str, str, str | None] | None:

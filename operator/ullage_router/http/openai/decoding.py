@@ -8,7 +8,7 @@ import functools
 import re
 from array import array
 from collections.abc import Mapping
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -206,9 +206,8 @@ def _check_unknown_bytes(kind: type, body: bytes) -> None:
 @functools.cache
 def _known_fields(kind: type) -> msgspec.json.Decoder[msgspec.Struct]:
     """Return a decoder that leaves the JSON of known fields as it is, and skips all others."""
-    fields = [
-        (field.name, msgspec.Raw | UnsetType, UNSET) for field in msgspec.structs.fields(kind)
-    ]
+    known = msgspec.structs.fields(kind)
+    fields: list[Any] = [(field.name, msgspec.Raw | UnsetType, UNSET) for field in known]
     return msgspec.json.Decoder(msgspec.defstruct(f"Raw{kind.__name__}", fields))
 
 
