@@ -7,8 +7,10 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
 from ullage_testing.ports import free_port
 
 from ullage_common.process.metrics_endpoint import MAX_CONNECTIONS, serve_metrics
@@ -87,6 +89,50 @@ def test_the_oldest_of_too_many_connections_is_closed() -> None:
             for client in (clients[1], clients[-1]):
                 client.sendall(b"ics HTTP/1.0\r\n\r\n")
                 assert client.recv(8) == b"HTTP/1.0"
+    finally:
+        stop()
+
+
+class SlowCollector(Collector):
+    """Metrics that are read when the test allows it."""
+
+    def __init__(self) -> None:
+        self.num_reading = 0
+        self.most_reading = 0
+        self.num_read = 0
+        self.may_end = threading.Event()
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        self.num_reading += 1
+        self.most_reading = max(self.most_reading, self.num_reading)
+        self.may_end.wait(DEADLINE_S)
+        time.sleep(0.001)  # a turn for the others
+        self.num_reading -= 1
+        self.num_read += 1
+        return []
+
+
+def test_one_page_is_rendered_at_a_time() -> None:
+    port = free_port()
+    registry = CollectorRegistry()
+    slow = SlowCollector()
+    registry.register(slow)
+    stop = serve_metrics(registry, port, "127.0.0.1")
+    try:
+        with contextlib.ExitStack() as stack:
+            clients = []
+            for _ in range(8):
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                client.settimeout(DEADLINE_S)
+                client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+                clients.append(client)
+            slow.may_end.set()
+            for client in clients:
+                assert client.recv(8) == b"HTTP/1.0"
+        assert (slow.num_read, slow.most_reading) == (8, 1)
     finally:
         stop()
 

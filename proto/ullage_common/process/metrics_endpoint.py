@@ -128,11 +128,15 @@ def serve_metrics(
 
 
 def _pages(registry: CollectorRegistry, is_ready: Callable[[], bool] | None) -> Any:
+    # Many threads that render at one time would leave the process's other threads no GIL.
+    rendering = threading.Lock()
+
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
         status = "200 OK"
         kind = CONTENT_TYPE_LATEST
         if environ["PATH_INFO"] != "/readyz" or is_ready is None:
-            body = exposition(registry)
+            with rendering:
+                body = exposition(registry)
         else:
             kind = "text/plain"
             status, body = ("200 OK", b"ready\n") if is_ready() else (_NOT_READY, b"not ready\n")
