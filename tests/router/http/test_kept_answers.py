@@ -71,7 +71,7 @@ def test_an_echoed_prompt_counts_in_each_answer(
     start_service: "StartService", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few bytes name a token of a hundred characters."""
-    monkeypatch.setattr(endpoint, "LONG_TEXT", 2)
+    monkeypatch.setattr(endpoint, "LONG_TEXT", 8)
     monkeypatch.setattr(endpoint, "MAX_KEPT_BYTES", 3 * 8 * endpoint.CHARACTER_BYTES)
 
     async def scenario() -> None:
