@@ -61,8 +61,6 @@ _CPU_SECONDS = 3
 """Maximum CPU time of the sandbox process, in seconds."""
 _MAX_SUBSCHEMAS = 256
 """Maximum number of subschemas to compile while searching for the invalid one."""
-_MAX_PATH = 256
-"""Maximum number of characters of a path. Longer paths are cut."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLE = ("items", "additionalProperties")
@@ -151,7 +149,7 @@ def _path_of(error: str, text: str) -> str:
         except ValueError:
             continue
         if path and compile_error(grammar) == error:
-            return path[:_MAX_PATH]
+            return path
     return ""
 
 

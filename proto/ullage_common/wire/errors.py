@@ -11,6 +11,14 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "ullage.dev"
+MAX_MESSAGE_BYTES = 1024
+"""Maximum bytes of an error's message at the end of an RPC.
+
+gRPC refuses headers of more than 8 KiB, and the client would get neither code nor reason. A message
+is there twice, and takes up to three times its bytes.
+"""
+MAX_VALUE_BYTES = 256
+"""Maximum bytes of a value of an error's metadata at the end of an RPC."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -71,7 +79,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> Never:
     """End the RPC with the error, its details and gRPC's retry pushback."""
-    status = rpc_status.to_status(to_status(error))
+    status = rpc_status.to_status(to_status(_shortened(error)))
     # gRPC's retry logic reads this trailer and not RetryInfo. -1 forbids a retry.
     pushback = -1 if error.retry_after_s is None else int(error.retry_after_s * 1000)
     trailers = (*status.trailing_metadata, ("grpc-retry-pushback-ms", str(pushback)))
@@ -85,6 +93,22 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
             task.add_done_callback(partial(_release, aborted))
         raise
     raise AssertionError("context.abort returned")
+
+
+def _shortened(error: ServiceError) -> ServiceError:
+    """Return an error whose text, which may quote the client's, fits into headers."""
+    return ServiceError(
+        error.code,
+        error.reason,
+        _cut(error.message, MAX_MESSAGE_BYTES),
+        metadata={name: _cut(value, MAX_VALUE_BYTES) for name, value in error.metadata.items()},
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def _cut(text: str, most: int) -> str:
+    encoded = text.encode(errors="replace")
+    return text if len(encoded) <= most else encoded[: most - 3].decode(errors="ignore") + "..."
 
 
 def _release(aborted: grpc.aio.AbortError, task: object) -> None:

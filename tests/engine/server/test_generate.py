@@ -102,6 +102,22 @@ def test_text_and_messages_are_tokenised(serve: Serve, fake: ModuleType) -> None
     asyncio.run(scenario())
 
 
+def test_errors_that_quote_a_long_text_arrive(serve: Serve) -> None:
+    """gRPC refuses headers of more than 8 KiB, and an error would have neither code nor reason."""
+
+    async def scenario() -> None:
+        async with serve() as engine:
+            for name in ("x" * 20_000, "\u4f60" * 20_000):
+                error = await refusal(engine.generate(ask(model=name)))
+                assert error.code == grpc.StatusCode.NOT_FOUND
+                assert error.reason == "MODEL_NOT_FOUND"
+                assert error.message.startswith(f"model '{name[:300]}")
+                assert error.message.endswith("...")
+                assert len(error.metadata["model"].encode()) <= 256
+
+    asyncio.run(scenario())
+
+
 def test_a_long_conversation_is_rendered_in_a_thread(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
