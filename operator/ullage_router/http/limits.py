@@ -26,6 +26,11 @@ class HTTPLimits:
     """Maximum total bytes of long bodies that are being received or are held in memory."""
     max_handled_bytes: int = MAX_HANDLED_BYTES
     """Maximum total bytes of long bodies that are being converted to prompts."""
+    max_kept_bytes: int = 256 << 20
+    """Maximum total memory of the large parts of replies that are kept until they are sent.
+
+    The limit covers all connections.
+    """
     max_connections: int = 20_000
     max_age_s: float = 600.0
     """Age in seconds after which a connection closes, so that clients rebalance across routers.
@@ -53,7 +58,8 @@ class HTTPLimits:
 class BodyRoom:
     """Memory budget for request bodies, shared by all connections of a server.
 
-    A body counts against the budget until it has been converted to a prompt.
+    A body counts against the budget until it has been converted to a prompt. Vectors and large
+    replies have budgets of their own.
     """
 
     limit: int

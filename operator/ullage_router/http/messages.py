@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import (
+    answers_full,
     bodies_full,
     body_too_large,
     content_type_not_supported,
@@ -45,6 +46,10 @@ The connection then bounds the rate of the body instead (`min_upload_bytes_per_s
 """
 MAX_DISCARDED_BYTES = 64 << 10
 """Maximum bytes of an unread body to discard. If the body is longer, the connection closes."""
+
+
+PIECE_BYTES = 64 << 10
+"""Maximum bytes of a complete reply that are passed to the server at a time."""
 
 
 def without_slash(path: str) -> str:
@@ -85,11 +90,19 @@ class Request:
         headers: Values by lower-case name. The values of a repeated name are joined by commas.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, limits: HTTPLimits, room: BodyRoom) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        limits: HTTPLimits,
+        room: BodyRoom,
+        replies: BodyRoom | None = None,
+    ) -> None:
         self._scope = scope
         self._receive = receive
         self._limits = limits
         self._room = room
+        self._replies = replies or BodyRoom(limits.max_kept_bytes)
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: Mapping[str, str] = _merged(scope["headers"])
@@ -97,6 +110,7 @@ class Request:
         self._is_read = False
         self._has_failed = False
         self._taken_bytes = 0
+        self._kept_bytes = 0
         self._turn: BodyTurn | None = None
         """The turn in which a long body is received, or None."""
         self._handled: BodyTurn | None = None
@@ -162,26 +176,30 @@ class Request:
             self._room.handled.give_back(self._handled)
             self._handled = None
 
-    def charge(
-        self,
-        num_bytes: int,
-        tenant: str = "",
-        full: Callable[[], ServiceError] = bodies_full,
-    ) -> None:
-        """Reserve memory for more than the request's body, such as text that it brings along.
+    def charge(self, num_bytes: int, tenant: str = "") -> None:
+        """Reserve memory for text that the request brings along in addition to its body.
 
         Args:
-            num_bytes: Size in bytes.
+            num_bytes: Size of the text in bytes.
             tenant: The tenant to whom the memory is charged, if no body was read before.
-            full: Returns the error if there is not enough memory.
 
         Raises:
             ServiceError: There is not enough memory for it.
         """
         self._tenant = self._tenant or tenant
         if not self._room.take(num_bytes, self._tenant):
-            raise full()
+            raise bodies_full()
         self._taken_bytes += num_bytes
+
+    def keep(self, num_bytes: int) -> None:
+        """Reserve memory for parts of the reply until the reply is sent.
+
+        Raises:
+            ServiceError: There is not enough memory for them.
+        """
+        if not self._replies.take(num_bytes, self._tenant):
+            raise answers_full()
+        self._kept_bytes += num_bytes
 
     async def bring(self, num_bytes: int) -> None:
         """Reserve memory for texts of files, and wait for a turn if they make the body long.
@@ -211,6 +229,12 @@ class Request:
         kept = min(kept_bytes, self._taken_bytes)
         self._room.give_back(self._taken_bytes - kept, self._tenant)
         self._taken_bytes = kept
+
+    def close(self) -> None:
+        """Release all memory of the request and its reply."""
+        self.release()
+        self._replies.give_back(self._kept_bytes, self._tenant)
+        self._kept_bytes = 0
 
     async def read_json(self, tenant: str = "") -> Body:
         """Check that the content type is JSON, then read the body as `read` does.
@@ -388,12 +412,18 @@ class Reply:
         self.is_complete = False
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send the reply in one write."""
+        """Send the reply, whose last piece may still be unread when this returns."""
         self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         assert self._start is not None
         self.is_complete = True
         await self._send(self._start)
-        await self._send({"type": "http.response.body", "body": body})
+        # The server would copy a long body, and the copy would outlast the request's memory.
+        place = 0
+        while len(body) - place > PIECE_BYTES:
+            piece = body[place : place + PIECE_BYTES]
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            place += PIECE_BYTES
+        await self._send({"type": "http.response.body", "body": body[place:]})
 
     def start(self, status: int, headers: Headers) -> None:
         """Set the status and headers, which are sent with the first part of the body."""
@@ -457,14 +487,16 @@ def asgi(serve: Endpoint, limits: HTTPLimits) -> ASGIApp:
         handled=LongBodies(limits.max_handled_bytes, limits.max_handled_bytes),
     )
 
+    replies = BodyRoom(limits.max_kept_bytes)
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, limits, room)
+        request = Request(scope, receive, limits, room, replies)
         try:
             await serve(request, Reply(request, send))
         except asyncio.CancelledError:
             return  # the client has disconnected, or the server stops: nobody would read an error
         finally:
-            request.release()
+            request.close()
 
     return app
 

@@ -1,6 +1,7 @@
 """Memory and time for responses that are kept until they are complete."""
 
 import asyncio
+import json
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,7 @@ def test_answers_at_one_time_share_the_memory(
     start_service: "StartService", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory is free again once an answer is sent."""
-    most = HTTPLimits().max_held_bytes
+    most = HTTPLimits().max_kept_bytes
     monkeypatch.setattr(endpoint, "MAX_KEPT_BYTES", 2 * most)
     monkeypatch.setattr(endpoint, "LOGPROB_BYTES", most // NUM_ANSWER - 64)
 
@@ -103,6 +104,36 @@ def test_answers_at_one_time_share_the_memory(
             assert answer.status_code == 503, answer.text
             assert answer.json()["error"]["code"] == "ANSWERS_FULL"
             assert int(answer.headers["retry-after"]) >= 1
+            assert (await service.chat()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_nobody_reads_keeps_its_memory(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else clients that read slowly would hold more than all answers may have together."""
+    most = HTTPLimits().max_kept_bytes
+    words = ("w" * 1_000_000,) * 32
+    monkeypatch.setattr(endpoint, "CHARACTER_BYTES", most * 6 // 10 // len("".join(words)))
+    monkeypatch.setattr(endpoint, "MAX_KEPT_BYTES", most)
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            service.engine.script.words = words
+            reader, writer = await asyncio.open_connection("127.0.0.1", service.router.http_port)
+            body = json.dumps(CHAT).encode()
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            writer.write(head + body)
+            assert b" 200 " in await reader.readline()
+
+            refused = await service.chat()
+            assert refused.status_code == 503, refused.text[:500]
+            assert refused.json()["error"]["code"] == "ANSWERS_FULL"
+
+            assert len(await reader.read()) > 32_000_000
+            writer.close()
             assert (await service.chat()).status_code == 200
 
     asyncio.run(scenario())

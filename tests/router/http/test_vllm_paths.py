@@ -154,7 +154,7 @@ def test_long_texts_of_tokens_are_made_apart_and_fit_the_memory(
                 assert answer.status_code == 200, answer.text
             assert [each is threading.main_thread() for each in threads] == [True, False]
 
-            monkeypatch.setattr(tokenize, "CHARACTER_BYTES", HTTPLimits().max_held_bytes)
+            monkeypatch.setattr(tokenize, "CHARACTER_BYTES", HTTPLimits().max_kept_bytes)
             answer = await service.http.post("/detokenize", json={"tokens": [1, 1]})
             assert answer.status_code == 503, answer.text
             assert answer.json()["error"]["code"] == "ANSWERS_FULL"

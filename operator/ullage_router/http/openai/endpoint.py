@@ -17,7 +17,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.validation import num_answers
 from ullage_router.call import Call, ResponseStream, deadline_of
-from ullage_router.errors import answers_full, http_status, internal
+from ullage_router.errors import http_status, internal
 from ullage_router.files.catalog import StoredFile
 from ullage_router.files.documents import naming_files
 from ullage_router.http.client_timeout import time_limit_s
@@ -60,7 +60,7 @@ LOGPROB_BYTES = 256
 CHARACTER_BYTES = 8
 """Estimated memory per kept character, in bytes."""
 LONG_TEXT = 4096
-"""Number of characters from which a piece of text counts. Only echoed prompts have such pieces."""
+"""Number of characters from which a piece of text counts. Echoed prompts have longer ones."""
 _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -433,7 +433,7 @@ class KeptMemory:
                 "memory; ask for fewer answers, tokens or alternatives (n, max_tokens, "
                 "top_logprobs), or stream a chat or a completion",
             )
-        self._request.charge(num_bytes, full=answers_full)
+        self._request.keep(num_bytes)
 
 
 class GenerateEndpoint:

@@ -19,7 +19,6 @@ from ullage_common.wire.validation import (
     invalid_value,
     validate_request,
 )
-from ullage_router.errors import answers_full
 from ullage_router.http.files.attach import attach_documents
 from ullage_router.http.messages import Body, Reply, Request
 from ullage_router.http.openai.decoding import (
@@ -132,7 +131,7 @@ class DetokenizeEndpoint:
         # A token has up to a hundred characters, so texts are made one at a time.
         decode = partial(model.decode, ids)
         text = await service.intake.run(TOKEN_BYTES * len(ids), tenant.name, decode)
-        request.charge(CHARACTER_BYTES * len(text), full=answers_full)
+        request.keep(CHARACTER_BYTES * len(text))
         answer = await asyncio.to_thread(msgspec.json.encode, {"prompt": text})
         await reply.whole(200, [_JSON], answer)
 
