@@ -275,12 +275,13 @@ NODE = Kind("v1", "Node", "nodes")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 CONFIG_MAP = _owned("v1", "ConfigMap", "configmaps")
 JOB = _owned("batch/v1", "Job", "jobs")
+STATEFUL_SET = _owned("apps/v1", "StatefulSet", "statefulsets")
 OWNED = (
     CONFIG_MAP,
     _owned("v1", "Service", "services"),
     _owned("v1", "ServiceAccount", "serviceaccounts"),
     _owned("apps/v1", "Deployment", "deployments"),
-    _owned("apps/v1", "StatefulSet", "statefulsets"),
+    STATEFUL_SET,
     JOB,
     _owned("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     _owned("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.errors import Problem
-from ullage_operator.api.naming import CONFIG_MAP, JOB, OWNED
+from ullage_operator.api.naming import CONFIG_MAP, JOB, OWNED, STATEFUL_SET
 from ullage_operator.conditions.conditions import DEGRADED, READY, Condition, render
 from ullage_operator.kube.cache import Cache, ServiceKey
 from ullage_operator.planning.model_caches import FetchObservation
@@ -36,7 +36,9 @@ def observe(cache: Cache, service: Object) -> Observed:
         serves=frozenset(kind.name for kind in optional if cache.serves(kind, key.namespace)),
         missing_rights=tuple(map(str, cache.missing(key.namespace))),
         unlisted=tuple(cache.unlisted(key.namespace)),
-        is_rollout_readable=cache.sees(CONFIG_MAP, key.namespace),
+        is_rollout_readable=all(
+            cache.sees(kind, key.namespace) for kind in (CONFIG_MAP, STATEFUL_SET)
+        ),
         status=service.get("status", {}),
         rollout_annotation=(service["metadata"].get("annotations") or {}).get(naming.ROLLOUT, ""),
     )

@@ -16,7 +16,7 @@ from ullage_operator.api.errors import (
     Permanent,
     Temporary,
 )
-from ullage_operator.api.naming import BASE, EVENT
+from ullage_operator.api.naming import BASE, EVENT, STATEFUL_SET
 from ullage_operator.api.renames import dropped_fields
 from ullage_operator.api.settings import VERSION, Settings
 from ullage_operator.api.spec import Service
@@ -379,7 +379,12 @@ class Reconciler:
         )
 
     def _with_replicas(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
-        """Return `observed` with the autoscaler's decisions about the number of engines."""
+        """Return `observed` with the autoscaler's decisions about the number of engines.
+
+        Decisions continue from the live sizes of pools, so there are none while these are unknown.
+        """
+        if not self._cache.sees(STATEFUL_SET, key.namespace):
+            return observed
         policies = own_policies(service)
         routers, leaving = router_addresses(observed.pods if policies else ())
         scaled = ScaledService(policies, routers, leaving)

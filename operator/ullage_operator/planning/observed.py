@@ -69,7 +69,7 @@ class Observed:
     status: Mapping[str, Any] = field(default_factory=dict)
     """The current status of the service."""
     is_rollout_readable: bool = True
-    """Whether the operator can read the ConfigMap that stores the state of the rollout."""
+    """Whether the operator sees the ConfigMap with the rollout's state, and the StatefulSets."""
     may_begin_rollout: bool = True
     """Whether the rollout queue lets the service start a rollout not triggered by an edit."""
     may_yield: bool = True

@@ -24,7 +24,7 @@ class RolloutObservation:
     stored_state: str | None
     """The rollout's state as stored in its ConfigMap, or None if there is none."""
     is_state_readable: bool = True
-    """Whether the operator can read the stored state of the rollout."""
+    """Whether the operator sees the stored state of the rollout, and the StatefulSets."""
     may_begin: bool = True
     """Whether the rollout queue lets the service start a rollout not triggered by an edit."""
     may_yield: bool = True

@@ -91,7 +91,9 @@ def plan_rollout(
 ) -> RolloutPlan:
     """Advance the rollout by one step, and return the engines that should run now."""
     target = release_of(service, settings)
-    state = load(observation.stored_state, target, observation.stateful_sets.values())
+    state = None
+    if observation.is_state_readable:
+        state = load(observation.stored_state, target, observation.stateful_sets.values())
     if state is None and (held := _held_progress(service, observation, target)):
         is_mixed = _has_mixed_engines(service, service, observation, held)
         return RolloutPlan(

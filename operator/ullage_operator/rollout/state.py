@@ -172,10 +172,10 @@ def dump(state: RolloutState) -> str:
 
 
 def unreadable(target: str, now: datetime) -> RolloutProgress:
-    """Return progress that leaves engines unchanged while the state's ConfigMap cannot be read."""
+    """Return progress that leaves engines unchanged while the operator cannot see their state."""
     message = (
         "the state of the rollout cannot be read: engines stay unchanged until the operator may "
-        "list and watch ConfigMaps"
+        "list and watch ConfigMaps and StatefulSets"
     )
     return RolloutProgress(
         "", now, canary=target, is_held=True, reason="MemoryUnseen", message=message

@@ -2,16 +2,22 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from copy import deepcopy
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
+from aiohttp import web
 from ullage_kubeapi import checks
 from ullage_kubeapi.trial import converged, relist, until
 
-from ullage_operator.api.errors import ClusterDenied, ClusterPostponed, ClusterRefused
-from ullage_operator.api.naming import CONFIG_MAP, SERVICE, WATCHED
+from ullage_common.wire.load_report import PoolReport
+from ullage_operator.api.errors import (
+    ClusterDenied,
+    ClusterPostponed,
+    ClusterRefused,
+)
+from ullage_operator.api.naming import CONFIG_MAP, OWNED, POD, SERVICE, STATEFUL_SET, WATCHED
 from ullage_operator.api.settings import Settings
 from ullage_operator.conditions.diagnosis import MOUNTING_S
 from ullage_operator.controller.apply import Applier, ApplyResult
@@ -223,11 +229,14 @@ def listed(manifest: dict[str, Any]) -> Cache:
 
 @contextlib.asynccontextmanager
 async def reconciling(
-    cluster: Cluster, cache: Cache, queue: RolloutQueue | None = None
+    cluster: Cluster,
+    cache: Cache,
+    queue: RolloutQueue | None = None,
+    on_sizes: Callable[[ServiceKey], None] = lambda _: None,
 ) -> AsyncIterator[Reconciler]:
     recorder = EventRecorder(cluster)
     healer = Healer(cluster, recorder, lambda _: None, StreamTimes())
-    scaler = Autoscaler[ServiceKey](lambda _: None)
+    scaler = Autoscaler[ServiceKey](on_sizes)
     applier = Applier(cluster, cache, recorder)
     queue = queue or RolloutQueue(1, lambda _: None)
     times = ReconcileTimes(resync_s=3000.0)
@@ -331,3 +340,106 @@ def edit(cache: Cache, manifest: dict[str, Any], generation: int, **spec: Any) -
     sections = {name: manifest["spec"][name] | fields for name, fields in spec.items()}
     edited = {"metadata": manifest["metadata"] | meta, "spec": manifest["spec"] | sections}
     cache.changed(Scope(SERVICE, ""), manifest | edited)
+
+
+SETS = Scope(STATEFUL_SET, "")
+ENGINES = ("StatefulSet", "demo-single")
+SCALED = {"single": {"autoscaling": {"maxReplicas": 5}}}
+
+
+@contextlib.asynccontextmanager
+async def a_router(**load: Any) -> AsyncIterator[dict[str, Any]]:
+    """The pod of a router that serves this load of pool single."""
+    report = dict.fromkeys(PoolReport.__struct_fields__, 0) | load
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response([{"single": report}])
+
+    app = web.Application()
+    app.router.add_get("/measures", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    labels = {
+        "app.kubernetes.io/instance": "demo",
+        "app.kubernetes.io/component": "router",
+        "pod-template-hash": "abc",
+    }
+    owner = {"kind": "ReplicaSet", "name": "demo-router-abc", "uid": "x", "controller": True}
+    meta = {"name": "r", "namespace": "models", "uid": "uid-r", "resourceVersion": "2"}
+    try:
+        yield {
+            "metadata": meta | {"labels": labels, "ownerReferences": [owner]},
+            "spec": {
+                "containers": [
+                    {"name": "router", "ports": [{"name": "metrics", "containerPort": port}]}
+                ]
+            },
+            "status": {"phase": "Running", "podIP": "127.0.0.1"},
+        }
+    finally:
+        await runner.cleanup()
+
+
+def size(kept: Kept) -> int:
+    return int(kept.objects[ENGINES]["spec"]["replicas"])
+
+
+async def made_once(manifest: dict[str, Any]) -> Kept:
+    """What an operator leaves that ends after one reconciliation."""
+    kept = Kept()
+    async with reconciling(cast(Cluster, kept), listed(manifest)) as made:
+        await made.reconcile(KEY)
+    return kept
+
+
+def seen_without_engines(manifest: dict[str, Any], kept: Kept) -> Cache:
+    """A cache that sees all that was made except StatefulSets, which cannot be listed yet."""
+    cache = listed(manifest)
+    for kind in OWNED:
+        relist(cache, Scope(kind, ""), kept.of(kind.name), 1)
+    cache.denied(SETS, "list")
+    return cache
+
+
+def test_a_pool_keeps_its_size_while_statefulsets_cannot_be_listed(stored) -> None:
+    async def scenario() -> None:
+        first = stored(pools=SCALED)
+        kept = await made_once(first)
+        engines = kept.objects[ENGINES]
+        engines["spec"]["replicas"] = 5
+        engines["metadata"]["resourceVersion"] = "2000"
+        cache = seen_without_engines(first, kept)
+        is_sized = asyncio.Event()
+        load = {"ready": 5, "capacity_bytes": 500, "headroom_bytes": 490, "engine_requests": 1}
+        scaling = reconciling(cast(Cluster, kept), cache, on_sizes=lambda _: is_sized.set())
+        async with a_router(**load) as pod, scaling as made:
+            relist(cache, Scope(POD, ""), [pod], 2)
+            await made.reconcile(KEY)
+            relist(cache, SETS, [engines], 1)
+            await made.reconcile(KEY)
+            await asyncio.wait_for(is_sized.wait(), 20)
+            await made.reconcile(KEY)
+            assert size(kept) == 5
+
+    asyncio.run(scenario())
+
+
+def test_no_rollout_begins_while_statefulsets_cannot_be_listed(stored) -> None:
+    async def scenario() -> None:
+        first = stored(image="one")
+        kept = await made_once(first)
+        cache = seen_without_engines(first, kept)
+        meta = first["metadata"] | {"generation": 4, "resourceVersion": "4000"}
+        edited = first | {"metadata": meta, "spec": first["spec"] | {"image": "two"}}
+        cache.changed(Scope(SERVICE, ""), edited)
+        kept.applied.clear()
+        async with reconciling(cast(Cluster, kept), cache) as made:
+            await made.reconcile(KEY)
+        assert ("ConfigMap", "demo-rollout") not in kept.applied
+        [reason] = [c["reason"] for c in kept.status["conditions"] if c["type"] == "RolloutHealthy"]
+        assert reason == "MemoryUnseen"
+
+    asyncio.run(scenario())
