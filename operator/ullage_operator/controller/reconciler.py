@@ -117,6 +117,8 @@ class Reconciler:
         self._router_client = RouterClient()
         self._failures: dict[ServiceKey, int] = {}
         """Number of consecutive failed reconciliations, by service."""
+        self._uids: dict[ServiceKey, str] = {}
+        """Uids of the services that this operator manages."""
         self._read: dict[ServiceKey, tuple[tuple[Any, ...], Declared]] = {}
         self._reading = asyncio.Lock()
 
@@ -153,6 +155,7 @@ class Reconciler:
 
     def drop(self) -> None:
         """Discard the state of all services, because another operator is the leader now."""
+        self._uids.clear()
         self._read.clear()
         self._failures.clear()
         self._questions.clear()
@@ -164,6 +167,7 @@ class Reconciler:
 
     def _forget(self, key: ServiceKey) -> None:
         """Discard all state of a deleted service."""
+        self._uids.pop(key, None)
         self._questions.pop(key, None)
         self._challengers.pop(key, None)
         self._stop_serving(key)
@@ -181,6 +185,11 @@ class Reconciler:
         manifest = self._cache.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
             return "gone", None  # the garbage collector deletes the objects of the service
+
+        uid = manifest["metadata"]["uid"]
+        if self._uids.get(key, uid) != uid:
+            self._forget(key)  # its deletion was not seen, only the next service of its name
+        self._uids[key] = uid
 
         turn = turn_of(
             self._name, manifest.get("status", {}), self._questions.get(key), time.monotonic()

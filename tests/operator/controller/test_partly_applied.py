@@ -387,6 +387,34 @@ def size(kept: Kept) -> int:
     return int(kept.objects[ENGINES]["spec"]["replicas"])
 
 
+def test_a_service_made_again_between_two_looks_is_sized_like_a_new_one(stored) -> None:
+    """As `kubectl replace --force` leaves it: its deletion and its creation come at once."""
+
+    async def scenario() -> None:
+        first = stored(pools=SCALED)
+        kept = Kept()
+        cache = listed(first)
+        is_sized = asyncio.Event()
+        load = {"ready": 1, "capacity_bytes": 100, "engine_requests": 9, "queue_bytes": 200}
+        scaling = reconciling(cast(Cluster, kept), cache, on_sizes=lambda _: is_sized.set())
+        async with a_router(**load) as pod, scaling as made:
+            relist(cache, Scope(POD, ""), [pod], 2)
+            await made.reconcile(KEY)
+            assert size(kept) == 1
+            await asyncio.wait_for(is_sized.wait(), 20)
+            await made.reconcile(KEY)
+            assert size(kept) > 1
+
+            meta = first["metadata"] | {"uid": "uid-2", "generation": 1, "resourceVersion": "9000"}
+            cache.changed(Scope(SERVICE, ""), first | {"metadata": meta})
+            for kind in OWNED:
+                relist(cache, Scope(kind, ""), [], 9000)
+            await made.reconcile(KEY)
+            assert size(kept) == 1
+
+    asyncio.run(scenario())
+
+
 async def made_once(manifest: dict[str, Any]) -> Kept:
     """What an operator leaves that ends after one reconciliation."""
     kept = Kept()
