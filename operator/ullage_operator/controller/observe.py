@@ -59,8 +59,8 @@ def is_of_workload(
 ) -> bool:
     """Return whether a workload of the service created a pod that has the service's labels.
 
-    Other pods, for example manual copies, may have the same labels. The operator does not count,
-    delete or monitor such pods.
+    Other pods, for example manual copies or those of a copied StatefulSet, may have the same
+    labels. The operator does not count, delete or monitor such pods.
 
     Args:
         pod: the pod.
@@ -68,15 +68,17 @@ def is_of_workload(
         service: the name of the service.
     """
     meta = pod["metadata"]
+    labels = meta.get("labels") or {}
     controllers = (each for each in meta.get("ownerReferences") or () if each.get("controller"))
     owner: Mapping[str, Any] = next(controllers, {})
     match owner:
         case {"kind": "StatefulSet", "uid": uid}:
+            name = naming.pool_name(service, labels.get(naming.POOL_LABEL, ""))
             sets = (obj["metadata"] for obj in owned if obj["kind"] == "StatefulSet")
-            return any(each.get("uid") == uid for each in sets)
+            return any((each["name"], each.get("uid")) == (name, uid) for each in sets)
         case {"kind": "ReplicaSet", "name": name}:
             # The operator may not list ReplicaSets, so it compares the name from their Deployment.
-            template_hash = (meta.get("labels") or {}).get("pod-template-hash", "")
+            template_hash = labels.get("pod-template-hash", "")
             return bool(name == f"{naming.router_name(service)}-{template_hash}")
     return False
 

@@ -263,7 +263,7 @@ class Reconciler:
 
     async def _with_canary_samples(self, key: ServiceKey, observed: Observed) -> Observed:
         """Return `observed`, with the routers' request counts added while a canary is running."""
-        if not is_canary_running(observe_rollout(observed).stored_state):
+        if not is_canary_running(observe_rollout(key.name, observed).stored_state):
             return observed
         answers = await self._router_client.canary_samples(key, observed.pods)
         return dataclasses.replace(

@@ -85,7 +85,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     service = with_replicas(service, observed.objects, observed.scaling)
     caches = states_of_caches(service, observed)
     seen = replace(
-        observe_rollout(observed),
+        observe_rollout(service.name, observed),
         is_edited=is_edited(service, observed),
         fetching=waiting_pools(caches),
     )
@@ -137,7 +137,7 @@ def plan_sizes(service: Service, observed: Observed, settings: Settings) -> Serv
     target = release_of(service, settings)
 
     # The rollout does not advance. The plan only needs its present state for the status.
-    seen = observe_rollout(observed)
+    seen = observe_rollout(service.name, observed)
     state = load(seen.stored_state, target) or initial(target, observed.now)
     tried = [pool for pool in service.spec.pools if _has_canary(service, pool, observed)]
     weight = observed.status.get("rollout", {}).get("weight", 0)

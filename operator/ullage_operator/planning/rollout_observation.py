@@ -33,9 +33,14 @@ SEEK = timedelta(minutes=10)
 """Maximum time that other services' rollouts wait for a service with unschedulable pods."""
 
 
-def observe_rollout(observed: Observed) -> RolloutObservation:
-    """Return the observations that are needed to plan a service's rollout."""
-    kept = next((obj for key, obj in observed.objects.items() if _is_rollout_state(key)), {})
+def observe_rollout(service: str, observed: Observed) -> RolloutObservation:
+    """Return the observations that are needed to plan a service's rollout.
+
+    Args:
+        service: the name of the service.
+        observed: all observations of the service. Its objects may include copies that a user made.
+    """
+    kept = observed.objects.get(ObjectKey("ConfigMap", naming.rollout_name(service)), {})
     pods = canary_pods(observed)
     wrong = diagnose(pods, observed.now, observed.lost_nodes, observed.warnings)
     return RolloutObservation(
@@ -47,9 +52,7 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
         is_state_readable=observed.is_rollout_readable,
         may_begin=observed.may_begin_rollout,
         may_yield=observed.may_yield,
-        routers=next(
-            (obj for key, obj in observed.objects.items() if key.kind == "Deployment"), None
-        ),
+        routers=observed.objects.get(ObjectKey("Deployment", naming.router_name(service))),
         has_ending_routers=any(
             is_router(pod) and "deletionTimestamp" in pod["metadata"] for pod in observed.pods
         ),
@@ -137,7 +140,3 @@ def _engine_report(pod: LiveObject, observed: Observed) -> EngineReport:
         trouble=health.trouble,
         is_fresh=health.silent_s <= (FRESH_S if is_canary(pod) else SILENT_S),
     )
-
-
-def _is_rollout_state(key: ObjectKey) -> bool:
-    return key.kind == "ConfigMap" and key.name.endswith(naming.rollout_name(""))

@@ -734,3 +734,16 @@ def test_routers_know_the_adapters_of_engines_that_sleep(manifest, engine, names
         made.step()
         told = yaml.safe_load(made.config("demo-router")["rollout.yaml"])
         assert told["adapters"] == ["sql", "python"]
+
+
+def test_a_copy_of_the_state_is_not_the_state(cluster):
+    """Somebody's backup, with all labels, in the namespace."""
+    kept = cluster.objects["ConfigMap", "demo-rollout"]
+    meta = {name: value for name, value in kept["metadata"].items() if name != "ownerReferences"}
+    copy = kept | {"metadata": meta | {"name": "backup-of-demo-rollout"}}
+    cluster.objects = {key_of(copy): copy} | cluster.objects
+    cluster.edit(image="two")
+    for _ in range(9):
+        cluster.step()
+    assert cluster.stages[-1] == "Stable"
+    assert cluster.image() == "two"
