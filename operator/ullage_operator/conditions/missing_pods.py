@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ullage_operator.conditions.pod_problem import PodProblem, Warnings
-from ullage_operator.conditions.pods import parse_time
+from ullage_operator.conditions.pods import age_s, parse_time
 
 PROGRESSING = "Progressing"
 """Type of the condition that is True while a change is being rolled out."""
@@ -24,7 +24,10 @@ class WorkloadPods(NamedTuple):
     pods: int
     """Pods that exist, including terminating pods."""
     reported: int | None
-    """Number of pods according to the service's last status, or None before the first one."""
+    """Number of pods according to the service's last status, or None before the first one.
+
+    It is 0 for a workload that the status does not report.
+    """
 
 
 def missing_pods(
@@ -54,6 +57,27 @@ def lacking_workloads(
     return [*filter(_lacks, workloads)] if _progressing_s(status, now) >= WAIT_S else []
 
 
+def refused_pods(workloads: Iterable[WorkloadPods], warnings: Warnings) -> list[PodProblem]:
+    """Return a problem for each workload whose pods Kubernetes refuses to create.
+
+    The workloads are those whose number of pods the status does not report. Only an Event tells
+    that their pods are refused, instead of just being replaced.
+    """
+    return [
+        PodProblem("", "PodsNotMade", _message(each, warnings), False)
+        for each in filter(_lacks, workloads)
+        if str(each.live["metadata"].get("uid", "")) in warnings
+    ]
+
+
+def refusal_due_s(workload: WorkloadPods, now: datetime) -> float | None:
+    """Return the seconds until the Events of a workload without a reported number should be read.
+
+    The result is 0 if they should be read now, and None if the workload has all of its pods.
+    """
+    return max(0.0, WAIT_S - age_s(workload.live, now)) if _lacks(workload) else None
+
+
 def missing_pods_due_s(
     workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
 ) -> float | None:
@@ -73,14 +97,23 @@ def _lacks(workload: WorkloadPods) -> bool:
     spec but not created the pods yet.
     """
     live = workload.live
-    desired = _desired(workload.live)
+    desired = _desired(live)
     if live["kind"] == "Deployment" and not _failure(live):
         return False
 
     reported = desired if workload.reported is None else workload.reported
     seen = live.get("status", {}).get("observedGeneration", 0)
     is_newest = seen >= live["metadata"].get("generation", 0)
-    return is_newest and max(_exist(live), workload.pods, reported) < desired
+    is_few = max(_exist(live), workload.pods, reported) < desired
+    return is_newest and (is_few or _lacks_new_pods(live))
+
+
+def _lacks_new_pods(live: Mapping[str, Any]) -> bool:
+    """Return whether a Deployment has all of its pods, but not with its newest template.
+
+    It creates such a pod before it removes an older one, so a quota may stop it.
+    """
+    return live["kind"] == "Deployment" and _exist(live) >= _desired(live) > _updated(live)
 
 
 def _desired(live: Mapping[str, Any]) -> int:
@@ -91,19 +124,28 @@ def _exist(live: Mapping[str, Any]) -> int:
     return int(live.get("status", {}).get("replicas", 0))
 
 
-def _message(workload: WorkloadPods, warnings: Warnings) -> str:
-    """Return the message about a workload's missing pods, including the API server's explanation.
+def _updated(live: Mapping[str, Any]) -> int:
+    return int(live.get("status", {}).get("updatedReplicas", 0))
 
-    For a Deployment, the explanation comes from a condition. For a StatefulSet, it comes from an
-    Event.
+
+def _message(workload: WorkloadPods, warnings: Warnings) -> str:
+    live = workload.live
+    name = f"{live['kind']} {live['metadata']['name']}"
+    has = f"{workload.pods} of {_desired(live)} pods"
+    if _lacks_new_pods(live):
+        has = f"{_updated(live)} of {_desired(live)} pods of its newest template"
+    return f"{name} has {has}: {_failure(live) or why_missing(live, warnings)}"
+
+
+def why_missing(live: Mapping[str, Any], warnings: Warnings) -> str:
+    """Return why Kubernetes does not create the pods of a StatefulSet or Job, from its Event.
+
+    Without an Event, the message says where to look.
     """
-    kind = workload.live["kind"]
-    name = workload.live["metadata"]["name"]
-    look = f"kubectl describe {kind.lower()} {name}"
-    warning = warnings.get(str(workload.live["metadata"].get("uid", "")))
-    why = _failure(workload.live) or (warning.message if warning else "")
-    why = why or f"a quota or an admission policy may refuse them; {look}"
-    return f"{kind} {name} has {workload.pods} of {_desired(workload.live)} pods: {why}"
+    if warning := warnings.get(str(live["metadata"].get("uid", ""))):
+        return warning.message
+    look = f"kubectl describe {live['kind'].lower()} {live['metadata']['name']}"
+    return f"a quota or an admission policy may refuse them; {look}"
 
 
 def _failure(live: Mapping[str, Any]) -> str:

@@ -45,7 +45,9 @@ A pod must read the version of the ConfigMap that matches its StatefulSet's temp
 def states_of_caches(service: Service, observed: Observed) -> list[CacheState]:
     """Return the download state of each claim that the spec asks to pre-fill with a model."""
     objects = list(observed.objects.values())
-    return cache_states(service, objects, observed.fetches, observed.status, observed.now)
+    return cache_states(
+        service, objects, observed.fetches, observed.status, observed.now, observed.warnings
+    )
 
 
 def fetch_objects(service: Service, observed: Observed, settings: Settings) -> list[Manifest]:

@@ -9,12 +9,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.spec import Service
 from ullage_operator.conditions.conditions import Condition
-from ullage_operator.conditions.diagnosis import diagnose
+from ullage_operator.conditions.diagnosis import diagnose, is_unmounted
+from ullage_operator.conditions.missing_pods import WAIT_S, why_missing
+from ullage_operator.conditions.pod_problem import Warnings
+from ullage_operator.conditions.pods import age_s
 from ullage_operator.manifests.fetch_job import SharedCache, shared_caches
 
 LiveObject = dict[str, Any]
@@ -84,12 +88,14 @@ def cache_states(
     fetches: FetchObservation,
     status: Mapping[str, Any],
     now: datetime,
+    warnings: Warnings = MappingProxyType({}),
 ) -> list[CacheState]:
     """Return the state of each claim that the spec asks to pre-fill with a model.
 
     Args:
         objects: the live objects of the service.
         status: the service's current status.
+        warnings: Events about Jobs without a pod, and about pods that do not start.
     """
     states = []
     for cache in shared_caches(service):
@@ -100,7 +106,7 @@ def cache_states(
         elif job is None:
             states.append(_without_job(cache, before, fetches))
         else:
-            states.append(_state_of_job(cache, job, before, fetches, now))
+            states.append(_state_of_job(cache, job, before, fetches, now, warnings))
     return states
 
 
@@ -185,6 +191,7 @@ def _state_of_job(
     before: Mapping[str, Any],
     fetches: FetchObservation,
     now: datetime,
+    warnings: Warnings,
 ) -> CacheState:
     name = job["metadata"]["name"]
     pods = [pod for pod in fetches.pods if _is_of(pod, job)]
@@ -201,11 +208,28 @@ def _state_of_job(
         return CacheState(cache, FAILED, name, done, total, message[:_LONGEST])
 
     starting = [pod for pod in pods if pod.get("status", {}).get("phase") == "Pending"]
-    problems = diagnose(starting, now)
+    problems = diagnose(starting, now, warnings=warnings)
     message = str(problems[0])[:_LONGEST] if problems else ""
+    if _lacks_pod(job, fetches, now):
+        message = f"Job {name} has no pods: {why_missing(job, warnings)}"[:_LONGEST]
     is_running = any(pod.get("status", {}).get("phase") == "Running" for pod in pods)
     phase = FETCHING if is_running else PENDING
     return CacheState(cache, phase, name, done, total, message, is_awaited=True)
+
+
+def unstarted_fetches(
+    objects: Iterable[LiveObject], fetches: FetchObservation, now: datetime
+) -> list[LiveObject]:
+    """Return the Jobs without a pod and the pods without volumes, whose Events say why."""
+    jobs = [item for item in objects if item["kind"] == "Job" and _lacks_pod(item, fetches, now)]
+    return [*jobs, *(pod for pod in fetches.pods if is_unmounted(pod, now))]
+
+
+def _lacks_pod(job: LiveObject, fetches: FetchObservation, now: datetime) -> bool:
+    """Return whether an unfinished Job has had no pod for long, for example because of a quota."""
+    if _has(job, "Complete") or _has(job, "Failed") or age_s(job, now) < WAIT_S:
+        return False
+    return not any(_is_of(pod, job) for pod in fetches.pods)
 
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:

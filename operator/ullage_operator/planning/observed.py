@@ -1,5 +1,6 @@
 """Defines the observations from which the operator plans a service."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -7,7 +8,9 @@ from typing import Any, NamedTuple
 
 from ullage_operator.api import naming
 from ullage_operator.api.errors import Problem
+from ullage_operator.conditions.missing_pods import WorkloadPods
 from ullage_operator.conditions.pod_problem import PodProblem, Warnings
+from ullage_operator.conditions.pods import pool_of
 from ullage_operator.planning.model_caches import FetchObservation
 from ullage_operator.policy.engine_health import EngineHealth, PressureLevels
 from ullage_operator.policy.pool_sizes import NO_DECISIONS, ScalingDecisions
@@ -89,8 +92,9 @@ def is_owned_by(item: LiveObject, uid: str) -> bool:
     return any(owner["uid"] == uid for owner in owners)
 
 
-def is_canary(pod: LiveObject) -> bool:
-    labels = pod["metadata"].get("labels") or {}
+def is_canary(item: Mapping[str, Any]) -> bool:
+    """Return whether a pod or a StatefulSet belongs to a canary."""
+    labels = item["metadata"].get("labels") or {}
     return naming.is_canary_pool(labels.get(naming.POOL_LABEL, ""))
 
 
@@ -104,6 +108,21 @@ def stable_pods(observed: Observed) -> list[LiveObject]:
     A canary's pods are left out because they do not affect the service's readiness.
     """
     return [pod for pod in observed.pods if not is_canary(pod)]
+
+
+def unreported_workloads(observed: Observed) -> list[WorkloadPods]:
+    """Return the StatefulSets of canaries and followers, each with its number of pods."""
+    counts = Counter(map(pool_of, observed.pods))
+    workloads = [
+        (item, (item["metadata"].get("labels") or {}).get(naming.POOL_LABEL, ""))
+        for key, item in observed.objects.items()
+        if key.kind == "StatefulSet"
+    ]
+    return [
+        WorkloadPods(item, counts[pool], 0)
+        for item, pool in workloads
+        if naming.stable_pool(pool) != pool
+    ]
 
 
 def key_of(item: LiveObject) -> ObjectKey:

@@ -12,7 +12,7 @@ from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
 from ullage_operator.conditions.diagnosis import stable_in_s, unmounted_recheck_s
-from ullage_operator.conditions.missing_pods import missing_pods_due_s
+from ullage_operator.conditions.missing_pods import missing_pods_due_s, refusal_due_s
 from ullage_operator.manifests.exposure import exposure_objects
 from ullage_operator.manifests.manifests import engine_objects, router_objects, without_replicas
 from ullage_operator.manifests.monitoring import monitoring_objects
@@ -27,7 +27,14 @@ from ullage_operator.planning.engine_objects import (
     states_of_caches,
 )
 from ullage_operator.planning.model_caches import RECHECK_S, waiting_pools
-from ullage_operator.planning.observed import ObjectKey, Observed, is_owned_by, key_of, stable_pods
+from ullage_operator.planning.observed import (
+    ObjectKey,
+    Observed,
+    is_owned_by,
+    key_of,
+    stable_pods,
+    unreported_workloads,
+)
 from ullage_operator.planning.rollout_observation import lacks_room, observe_rollout, seeks_room
 from ullage_operator.planning.status import status_of, workload_pods
 from ullage_operator.planning.template_checks import template_conflicts
@@ -191,7 +198,10 @@ def _recheck_times_s(service: Service, healing: RestartDecision, observed: Obser
     nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
     unmounted = (unmounted_recheck_s(pod, observed.now) for pod in observed.pods)
     missing_s = missing_pods_due_s(workload_pods(service, observed), observed.status, observed.now)
-    waits = (healing.recheck_s, missing_s, *stable, *nodes, *unmounted)
+    # The Events of workloads whose wait is over have just been read.
+    refused = (refusal_due_s(each, observed.now) for each in unreported_workloads(observed))
+    refusals = filter(None, refused)
+    waits = (healing.recheck_s, missing_s, *stable, *nodes, *unmounted, *refusals)
     return [max(1.0, wait) for wait in waits if wait is not None]
 
 

@@ -7,7 +7,9 @@ from typing import Any
 from ullage_operator.api import naming
 from ullage_operator.api.spec import Service
 from ullage_operator.conditions.diagnosis import diagnose
+from ullage_operator.conditions.missing_pods import refused_pods
 from ullage_operator.conditions.placement import fits_place_of, roomless_s
+from ullage_operator.conditions.pod_problem import PodProblem
 from ullage_operator.conditions.pods import (
     is_follower,
     is_placed,
@@ -21,8 +23,10 @@ from ullage_operator.planning.observed import (
     canary_pods,
     is_canary,
     stable_pods,
+    unreported_workloads,
 )
 from ullage_operator.policy.engine_health import FRESH_S, SILENT_S
+from ullage_operator.policy.pool_sizes import canary_places
 from ullage_operator.rollout.falls import EngineReport
 from ullage_operator.rollout.observation import RolloutObservation
 from ullage_operator.rollout.stages import PROMOTED, RolloutProgress, RolloutStage
@@ -41,8 +45,7 @@ def observe_rollout(service: str, observed: Observed) -> RolloutObservation:
         observed: all observations of the service. Its objects may include copies that a user made.
     """
     kept = observed.objects.get(ObjectKey("ConfigMap", naming.rollout_name(service)), {})
-    pods = canary_pods(observed)
-    wrong = diagnose(pods, observed.now, observed.lost_nodes, observed.warnings)
+    wrong = canary_problems(observed)
     return RolloutObservation(
         now=observed.now,
         stateful_sets={
@@ -64,6 +67,32 @@ def observe_rollout(service: str, observed: Observed) -> RolloutObservation:
         roomless_s=roomless_pools(observed),
         engines=engine_reports(observed),
     )
+
+
+def canary_problems(observed: Observed) -> list[PodProblem]:
+    """Return the problems of a canary's pods, including pods that Kubernetes refuses to create."""
+    pods = canary_pods(observed)
+    problems = diagnose(pods, observed.now, observed.lost_nodes, observed.warnings)
+    workloads = [each for each in unreported_workloads(observed) if is_canary(each.live)]
+    refused = refused_pods(workloads, observed.warnings)
+
+    has_place = any(
+        canary_places(item) for key, item in observed.objects.items() if key.kind == "StatefulSet"
+    )
+    if not has_place:
+        refused = [_with_surge_remedy(each) for each in refused]
+    return [*problems, *refused]
+
+
+def _with_surge_remedy(problem: PodProblem) -> PodProblem:
+    """Return the problem of a canary that a quota refuses, with a hint at `surge`."""
+    if "exceeded quota" not in problem.message:
+        return problem
+    remedy = (
+        "raise the quota, or set spec.rollout.surge to Never, so that the canary takes the place "
+        "of an engine"
+    )
+    return replace(problem, message=f"{problem.message}; {remedy}")
 
 
 def roomless_pools(observed: Observed) -> dict[str, float]:

@@ -27,13 +27,26 @@ from ullage_operator.conditions.missing_pods import (
     WorkloadPods,
     lacking_workloads,
     missing_pods,
+    refusal_due_s,
+    refused_pods,
 )
 from ullage_operator.conditions.pod_problem import PodProblem
 from ullage_operator.conditions.pods import is_counted, pool_of, restart_count
 from ullage_operator.manifests.exposure import route_condition
 from ullage_operator.planning.engine_objects import states_of_caches, unbegun_pools
-from ullage_operator.planning.model_caches import cache_status, caches_condition
-from ullage_operator.planning.observed import ObjectKey, Observed, canary_pods, stable_pods
+from ullage_operator.planning.model_caches import (
+    cache_status,
+    caches_condition,
+    unstarted_fetches,
+)
+from ullage_operator.planning.observed import (
+    ObjectKey,
+    Observed,
+    is_canary,
+    stable_pods,
+    unreported_workloads,
+)
+from ullage_operator.planning.rollout_observation import canary_problems
 from ullage_operator.policy.engine_health import boost_off_engines, worker_restarts
 from ullage_operator.policy.pool_sizes import may_sleep
 from ullage_operator.policy.restarts import RestartDecision, deferred_problems, restarts_status
@@ -72,7 +85,7 @@ def status_of(
         router,
         serving,
         service_problems(service, rollout, observed, healing),
-        diagnose(canary_pods(observed), observed.now, observed.lost_nodes, observed.warnings),
+        canary_problems(observed),
         rollout_progress_condition(rollout) or fetching_condition(service, rollout, observed),
         was_progressing(observed.status),
         is_stopped=service.spec.stop,
@@ -122,6 +135,7 @@ def service_problems(
 ) -> list[PodProblem]:
     """Return all problems of a service, except those of its canary's pods."""
     pods = workload_pods(service, observed)
+    followers = [each for each in unreported_workloads(observed) if not is_canary(each.live)]
     return [
         *refused_edit(observed.refused),
         *observed.unapplied,
@@ -129,6 +143,7 @@ def service_problems(
         *deferred_problems(healing.deferred),
         *dropped_claims(rollout, observed),
         *missing_pods(pods, observed.status, observed.now, observed.warnings),
+        *refused_pods(followers, observed.warnings),
     ]
 
 
@@ -205,10 +220,12 @@ def adapter_reports(observed: Observed) -> Reports:
 
 def warned_objects(service: Service, observed: Observed) -> list[str]:
     """Return the uids of pods and workloads whose Events may explain why pods do not start."""
-    pods = [pod for pod in observed.pods if is_unmounted(pod, observed.now)]
-    workloads = workload_pods(service, observed)
-    lacking = lacking_workloads(workloads, observed.status, observed.now)
-    objects = [*pods, *(each.live for each in lacking)]
+    now = observed.now
+    lacking = lacking_workloads(workload_pods(service, observed), observed.status, now)
+    lacking += [each for each in unreported_workloads(observed) if refusal_due_s(each, now) == 0]
+    fetching = unstarted_fetches(observed.objects.values(), observed.fetches, now)
+    pods = [pod for pod in observed.pods if is_unmounted(pod, now)]
+    objects = [*(each.live for each in lacking), *fetching, *pods]
     return [str(obj["metadata"]["uid"]) for obj in objects if obj["metadata"].get("uid")]
 
 

@@ -76,6 +76,23 @@ def test_the_event_of_a_statefulset_says_why(make_plan: MakePlan) -> None:
     assert degraded(make_plan(late))[2] == f"StatefulSet demo-single has 0 of 1 pods: {why}"
 
 
+def test_routers_that_cannot_be_replaced_say_why(make_plan: MakePlan) -> None:
+    """A quota for two pods: no third one can start, and none of the old ones ends before."""
+    soon = make_plan(observed(make_plan(), 20))
+    engine = pod("demo-single-0", **{"serving.ullage.dev/pool": "single"})
+    late = observed(soon, 600, pods=[*ROUTERS, engine])
+    router = late.objects[ObjectKey("Deployment", "demo-router")]
+    counts = {"replicas": 2, "readyReplicas": 2, "updatedReplicas": 0}
+    router["status"] |= counts
+    assert degraded(make_plan(late)) == (
+        "True",
+        "PodsNotMade",
+        f"Deployment demo-router has 0 of 2 pods of its newest template: {QUOTA}",
+    )
+    router["status"]["updatedReplicas"] = 2
+    assert degraded(make_plan(late))[1] == "AsExpected"
+
+
 @pytest.mark.parametrize("phase", ["Running", "Pending"])
 def test_pods_that_exist_are_no_such_trouble_whatever_their_workload_tells(
     make_plan: MakePlan, phase: str

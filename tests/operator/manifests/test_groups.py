@@ -1,9 +1,10 @@
 """Engines that span several pods: what leader and followers are, and when followers are renewed."""
 
+import dataclasses
 import random
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ullage_testing.manifests import minimal_manifest
 
 from ullage_cli.local.plan import plan_local
 from ullage_common.config.engine import EngineConfig, follower_place
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.parsing import parse
+from ullage_operator.conditions.pod_problem import ObjectWarning
 from ullage_operator.planning.observed import ObjectKey, Observed, key_of
 from ullage_operator.planning.plan import ServicePlan
+from ullage_operator.planning.status import warned_objects
 from ullage_operator.policy.engine_health import stream_targets
 
 Make = Callable[..., dict[str, Any]]
@@ -357,3 +361,25 @@ def test_an_engine_refuses_nodes_with_unequal_parts() -> None:
         msgspec.ValidationError, match=r"gpus 3 is not a multiple of group\.nodes 2"
     ):
         msgspec.convert(config | {"gpus": 3}, EngineConfig)
+
+
+def test_followers_whose_pods_are_refused_say_why(make_plan: MakePlan) -> None:
+    made = make_plan(**SPEC)
+    pods = [pod_of(made, LEADERS, 0), pod_of(made, LEADERS, 1)]
+    objects = {key_of(item): item for item in made.apply}
+    group = objects[ObjectKey("StatefulSet", GROUP)]
+    meta = group["metadata"] | {"uid": "uid-of-group", "creationTimestamp": "2026-01-02T03:04:00Z"}
+    objects[ObjectKey("StatefulSet", GROUP)] = group | {"metadata": meta}
+    observed = Observed(now=NOW, objects=objects, pods=pods, status=made.status)
+    service = parse(minimal_manifest(**SPEC))
+
+    assert "uid-of-group" not in warned_objects(service, observed)
+    assert make_plan(observed, **SPEC).recheck_s == 25
+    later = dataclasses.replace(observed, now=NOW + timedelta(seconds=25))
+    assert "uid-of-group" in warned_objects(service, later)
+
+    quota = 'pods "demo-large-group-0" is forbidden: exceeded quota: gpus'
+    events = {"uid-of-group": ObjectWarning("FailedCreate", quota)}
+    told = make_plan(dataclasses.replace(later, warnings=events), **SPEC).status["conditions"]
+    [degraded] = [each for each in told if each["type"] == "Degraded"]
+    assert degraded["message"] == f"StatefulSet {GROUP} has 0 of 6 pods: {quota}"

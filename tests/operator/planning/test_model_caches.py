@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
+from ullage_operator.conditions.pod_problem import ObjectWarning
 from ullage_operator.planning.model_caches import FetchObservation, parse_progress
 from ullage_operator.planning.observed import ObjectKey, Observed, key_of
 from ullage_operator.planning.plan import ServicePlan, plan
+from ullage_operator.planning.status import warned_objects
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 SEEN = Observed(now=NOW, fetches=FetchObservation(sees_jobs=True))
@@ -260,6 +262,29 @@ def test_a_pod_that_does_not_start_says_why() -> None:
     told = condition(planned(with_pod(seen, stuck)))
     assert 'persistentvolumeclaim "weights" not found' in told["message"]
     assert told["reason"] == "Pending"
+
+
+def test_a_job_whose_pods_are_refused_says_why() -> None:
+    first = planned(SEEN)
+    seen = after(SEEN, first)
+    [key] = [key for key in seen.objects if key.kind == "Job"]
+    job = seen.objects[key]
+    made_at = {"creationTimestamp": (NOW - timedelta(seconds=60)).isoformat()}
+    seen.objects[key] = job | {"metadata": job["metadata"] | made_at}
+
+    assert f"uid-of-{key.name}" in warned_objects(service(), seen)
+    told = condition(planned(seen))["message"]
+    assert told.endswith(f"may refuse them; kubectl describe job {key.name}")
+
+    quota = 'pods "s-fetch-x" is forbidden: exceeded quota: few'
+    events = {f"uid-of-{key.name}": ObjectWarning("FailedCreate", quota)}
+    second = planned(replace(seen, warnings=events))
+    assert condition(second)["message"].endswith(f"Job {key.name} has no pods: {quota}")
+    assert quota in condition(second, "Progressing")["message"]
+
+    begun = with_pod(replace(seen, warnings=events), pod(seen, "Running"))
+    assert "quota" not in condition(planned(begun))["message"]
+    assert warned_objects(service(), begun) == []
 
 
 def test_nothing_waits_for_a_job_that_cannot_be_made() -> None:

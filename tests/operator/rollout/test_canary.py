@@ -9,6 +9,7 @@ import yaml
 from ullage_operator.api import naming
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
+from ullage_operator.conditions.pod_problem import ObjectWarning
 from ullage_operator.planning.observed import Observed, key_of
 from ullage_operator.planning.plan import plan
 from ullage_operator.rollout.analysis import (
@@ -40,6 +41,8 @@ class Cluster:
         self.annotation = ""
         self.unready = ""
         self.unseen = ""
+        self.unmade = ""
+        self.warnings = {}
         self.stages = []
         self.pods = []
         self.applied = []
@@ -61,7 +64,7 @@ class Cluster:
         observed = Observed(
             now=self.now, objects=self.objects, status=self.status, pods=self.pods,
             rollout_annotation=self.annotation, canary_samples=self.canary_samples(),
-            is_rollout_readable=self.is_rollout_readable,
+            is_rollout_readable=self.is_rollout_readable, warnings=self.warnings,
         )  # fmt: skip
         planned = plan(parse(self._make(**self.spec)), observed, Settings())
         self.applied = [key_of(item) for item in planned.apply]
@@ -74,12 +77,15 @@ class Cluster:
     def live(self, item):
         if item["kind"] not in ("StatefulSet", "Deployment"):
             return item
-        count = item["spec"]["replicas"]
+        name = item["metadata"]["name"]
+        is_unmade = self.unmade and name.endswith(self.unmade)
+        count = 0 if is_unmade else item["spec"]["replicas"]
         ready = 0 if self.unready and item["metadata"]["name"].endswith(self.unready) else count
         seen = 0 if self.unseen and item["metadata"]["name"].endswith(self.unseen) else 1
         status = {"observedGeneration": seen, "replicas": count, "updatedReplicas": count,
                   "readyReplicas": ready}  # fmt: skip
-        return item | {"metadata": item["metadata"] | {"generation": 1}, "status": status}
+        meta = item["metadata"] | {"generation": 1, "uid": f"uid-of-{name}"}
+        return item | {"metadata": meta, "status": status}
 
     def config(self, name):
         return self.objects["ConfigMap", name]["data"]
@@ -734,6 +740,37 @@ def test_routers_know_the_adapters_of_engines_that_sleep(manifest, engine, names
         made.step()
         told = yaml.safe_load(made.config("demo-router")["rollout.yaml"])
         assert told["adapters"] == ["sql", "python"]
+
+
+QUOTA = 'pods "demo-single-next-0" is forbidden: exceeded quota: gpus'
+
+
+def test_a_canary_whose_pods_are_refused_says_why_and_what_helps(cluster):
+    cluster.unmade = "-next"
+    cluster.edit(image="two")
+    cluster.step()
+    assert "it is starting" in cluster.status["rollout"]["message"]
+
+    cluster.warnings = {"uid-of-demo-single-next": ObjectWarning("FailedCreate", QUOTA)}
+    cluster.step()
+    why = f"StatefulSet demo-single-next has 0 of 1 pods: {QUOTA}; raise the quota, or set "
+    assert why + "spec.rollout.surge to Never" in cluster.status["rollout"]["message"]
+    assert cluster.condition("Degraded")["reason"] == "PodsNotMade"
+    assert why in cluster.condition("Degraded")["message"]
+
+    cluster.step(60)
+    assert cluster.stages[-1] == "RolledBack"
+    assert why in cluster.condition("RolloutHealthy")["message"]
+
+
+def test_a_canary_in_an_engines_place_is_not_told_to_take_one(cluster):
+    cluster.unmade = "-next"
+    cluster.warnings = {"uid-of-demo-single-next": ObjectWarning("FailedCreate", QUOTA)}
+    cluster.edit(image="two", rollout={"surge": "Never"})
+    cluster.step()
+    cluster.step()
+    assert QUOTA in cluster.status["rollout"]["message"]
+    assert "surge" not in cluster.status["rollout"]["message"]
 
 
 def test_a_copy_of_the_state_is_not_the_state(cluster):
