@@ -303,13 +303,20 @@ def check_owner(live: Object, manifest: Object) -> None:
     """Check that an existing object belongs to this service.
 
     Raises:
-        ClusterUnavailable: the object is left over from a deleted service of the same name.
+        ClusterUnavailable: the object is left over from a deleted service of the same name, and
+            Kubernetes has not begun to delete it.
+        ClusterPostponed: Kubernetes is deleting such an object, which may take long.
         ClusterRefused: the object belongs to another owner.
     """
     if live["metadata"].get("ownerReferences") and belongs(live, manifest):
         return
     if is_leaving(live, manifest):
-        raise ClusterUnavailable(f"{object_name(live)} of the deleted service still exists", 1.0)
+        message = "the one of the deleted service still exists"
+        if "deletionTimestamp" not in live["metadata"]:
+            raise ClusterUnavailable(f"{object_name(live)}: {message}", 1.0)
+        finalizers = ", ".join(live["metadata"].get("finalizers") or ())
+        waits = f", and waits for its finalizers {finalizers}" if finalizers else ""
+        raise ClusterPostponed(f"{message}{waits}", 1.0)
     raise ClusterRefused("it exists and is not this service's: delete it, or rename the LLMService")
 
 

@@ -13,6 +13,7 @@ from ullage_kubeapi.trial import converged, relist, until
 
 from ullage_common.wire.load_report import PoolReport
 from ullage_operator.api.errors import (
+    ClusterConflict,
     ClusterDenied,
     ClusterPostponed,
     ClusterRefused,
@@ -469,5 +470,39 @@ def test_no_rollout_begins_while_statefulsets_cannot_be_listed(stored) -> None:
         assert ("ConfigMap", "demo-rollout") not in kept.applied
         [reason] = [c["reason"] for c in kept.status["conditions"] if c["type"] == "RolloutHealthy"]
         assert reason == "MemoryUnseen"
+
+    asyncio.run(scenario())
+
+
+class Leaving(Kept):
+    """A cluster in which a load balancer of a deleted service of the same name still ends."""
+
+    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
+        if (obj["kind"], obj["metadata"]["name"]) == ("Service", "demo-router"):
+            raise ClusterConflict("already exists", 1.0)
+        return await super().create(obj)
+
+    async def get(self, *_: Any) -> Any:
+        owner = {"kind": "LLMService", "name": "demo", "uid": "uid-0"}
+        meta = {
+            "name": "demo-router",
+            "namespace": "models",
+            "ownerReferences": [owner],
+            "deletionTimestamp": "2026-01-02T03:04:05Z",
+            "finalizers": ["service.kubernetes.io/load-balancer-cleanup"],
+        }
+        return {"kind": "Service", "metadata": meta}
+
+
+def test_what_a_deleted_service_leaves_holds_up_nothing_else_and_is_named(stored) -> None:
+    async def scenario() -> None:
+        cluster = Leaving()
+        async with reconciling(cast(Cluster, cluster), listed(stored())) as made:
+            assert (await made.reconcile(KEY))[0] == "temporary"
+        assert ("Deployment", "demo-router") in cluster.objects
+        [told] = [c for c in cluster.status["conditions"] if c["type"] == "Degraded"]
+        assert told["reason"] == "ApplyDelayed"
+        assert "Service demo-router: the one of the deleted service still exists" in told["message"]
+        assert "service.kubernetes.io/load-balancer-cleanup" in told["message"]
 
     asyncio.run(scenario())
