@@ -124,20 +124,23 @@ class ApplyResult:
         reason = "ApplyFailed" if self.refused else "ApplyDelayed"
         return (PodProblem("", reason, "; ".join(messages[:MAX_NAMED]) + more, blocks=False),)
 
-    def must_wait(self, obj: Object, live: Object | None) -> bool:
-        """Return whether a workload must wait for a ConfigMap that could not be written.
+    def must_wait(self, obj: Object, live: Object | None, *, is_unwanted: bool = False) -> bool:
+        """Return whether an object must wait for a ConfigMap that could not be written.
 
         Otherwise new pods would start with the outdated configuration and would never be replaced.
-        All workloads also wait for the ConfigMap that stores the state of the rollout.
+        All workloads and all deletions also wait for the ConfigMap that stores the state of the
+        rollout.
 
         Args:
-            obj: the object to write.
+            obj: the object to write or delete.
             live: the live object, or None if it does not exist.
+            is_unwanted: whether the object is to be deleted.
         """
-        if obj["kind"] not in ("StatefulSet", "Deployment"):
-            return False
+        is_workload = obj["kind"] in ("StatefulSet", "Deployment")
         if naming.rollout_name(self.service) in self._unwritten_config_maps:
-            return True
+            return is_workload or is_unwanted
+        if not is_workload:
+            return False
         is_other = live is None or _config_hash(obj) != _config_hash(live)
         return is_other and obj["metadata"]["name"] in self._unwritten_config_maps
 
@@ -224,7 +227,7 @@ class Applier:
                     result.on_unseen(obj)
                     continue
                 live = observed.objects.get(key_of(obj))
-                if result.must_wait(obj, live):
+                if result.must_wait(obj, live, is_unwanted=is_unwanted):
                     continue
 
                 self._check_current(key, manifest)

@@ -506,3 +506,43 @@ def test_what_a_deleted_service_leaves_holds_up_nothing_else_and_is_named(stored
         assert "service.kubernetes.io/load-balancer-cleanup" in told["message"]
 
     asyncio.run(scenario())
+
+
+class Unwilling(Kept):
+    """A cluster in which an admission policy lets no ConfigMap be written for now."""
+
+    def __init__(self, before: Kept) -> None:
+        super().__init__()
+        self.objects = before.objects
+        self.applied = before.applied
+        self.is_blocked = True
+        self.deleted: list[tuple[str, str]] = []
+
+    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
+        if obj["kind"] == "ConfigMap" and self.is_blocked:
+            raise ClusterPostponed("failed calling webhook", 1.0)
+        return await super().apply(obj)
+
+    async def delete(self, obj: dict[str, Any], grace_s: int | None = None) -> None:
+        self.deleted.append((obj["kind"], obj["metadata"]["name"]))
+
+
+def test_nothing_is_deleted_while_the_state_cannot_be_stored(stored) -> None:
+    """Routers whose configuration cannot change go on to send requests to a removed pool."""
+
+    async def scenario() -> None:
+        large = {"large": {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}}
+        first = stored(pools=large)
+        cluster = Unwilling(await made_once(first))
+        meta = first["metadata"] | {"generation": 4, "resourceVersion": "4000"}
+        cache = listed(stored() | {"metadata": meta})
+        for kind in OWNED:
+            relist(cache, Scope(kind, ""), cluster.of(kind.name), 1)
+        async with reconciling(cast(Cluster, cluster), cache) as made:
+            await made.reconcile(KEY)
+            assert cluster.deleted == []
+            cluster.is_blocked = False
+            await made.reconcile(KEY)
+        assert {("StatefulSet", "demo-large"), ("Service", "demo-large")} <= {*cluster.deleted}
+
+    asyncio.run(scenario())
