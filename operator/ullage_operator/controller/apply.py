@@ -15,7 +15,7 @@ from ullage_operator.api.errors import (
 )
 from ullage_operator.api.naming import kind_of
 from ullage_operator.conditions.events import EventNote, clipped, transitions
-from ullage_operator.conditions.pod_problem import PodProblem
+from ullage_operator.conditions.pod_problem import APPLY_FAILED, PodProblem
 from ullage_operator.controller.drift import has_drifted, was_edited, with_applied_hash
 from ullage_operator.controller.observe import belongs, is_leaving
 from ullage_operator.kube.cache import Cache, Denied, ServiceKey, is_created
@@ -30,6 +30,7 @@ Object = dict[str, Any]
 
 MAX_NAMED = 3
 """Maximum number of objects that a condition mentions by name."""
+APPLY_DELAYED = "ApplyDelayed"
 _logger = logging.getLogger(__name__)
 
 
@@ -105,6 +106,8 @@ class ApplyResult:
     """Errors of writes that may succeed if retried."""
     delay_s: float = 0.0
     """Seconds until the next retry."""
+    engine_problems: dict[str, PodProblem] = field(default_factory=dict)
+    """Errors of writes of StatefulSets, by pool. A canary is treated as a separate pool."""
     _unwritten_config_maps: set[str] = field(default_factory=set)
 
     @property
@@ -121,7 +124,7 @@ class ApplyResult:
         if not messages:
             return ()
         more = f"; and {len(messages) - MAX_NAMED} more" if len(messages) > MAX_NAMED else ""
-        reason = "ApplyFailed" if self.refused else "ApplyDelayed"
+        reason = APPLY_FAILED if self.refused else APPLY_DELAYED
         return (PodProblem("", reason, "; ".join(messages[:MAX_NAMED]) + more, blocks=False),)
 
     def must_wait(self, obj: Object, live: Object | None, *, is_unwanted: bool = False) -> bool:
@@ -168,11 +171,16 @@ class ApplyResult:
             return
 
         text = f"{object_name(obj)}: {clipped(str(error))}"
+        reason = APPLY_DELAYED
         if isinstance(error, ClusterRefused):
-            self.refused.append(text + _remedy(obj))
+            text = text + _remedy(obj)
+            reason = APPLY_FAILED
+            self.refused.append(text)
         else:
             self.delayed.append(text)
             self.delay_s = max(self.delay_s, error.delay_s)
+        if obj["kind"] == "StatefulSet":
+            self.engine_problems[_pool_of(obj)] = PodProblem("", reason, text, blocks=False)
 
     def log(self, key: ServiceKey) -> None:
         for missing in self.denied:
@@ -327,8 +335,12 @@ def _remedy(obj: Object) -> str:
     """Return a hint about which spec section to correct (empty for objects without pods)."""
     if obj["kind"] not in ("StatefulSet", "Deployment"):
         return ""
-    pool = naming.stable_pool(obj["metadata"]["labels"].get(naming.POOL_LABEL, ""))
+    pool = naming.stable_pool(_pool_of(obj))
     return f"; correct {f'spec.pools.{pool}' if pool else 'spec.router'}, which describes its pods"
+
+
+def _pool_of(obj: Object) -> str:
+    return str((obj["metadata"].get("labels") or {}).get(naming.POOL_LABEL, ""))
 
 
 def _is_awaited(config_map: Object, live: Object | None) -> bool:

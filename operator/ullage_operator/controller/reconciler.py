@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ullage_operator.api.naming import BASE, EVENT, STATEFUL_SET
 from ullage_operator.api.renames import dropped_fields
 from ullage_operator.api.settings import VERSION, Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.conditions.pod_problem import ObjectWarning
+from ullage_operator.conditions.pod_problem import ObjectWarning, PodProblem
 from ullage_operator.controller.apply import Applier, ApplyResult, Replaced
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 from ullage_operator.controller.healer import Healer
@@ -119,6 +119,8 @@ class Reconciler:
         """Number of consecutive failed reconciliations, by service."""
         self._uids: dict[ServiceKey, str] = {}
         """Uids of the services that this operator manages."""
+        self._unwritten: dict[ServiceKey, Mapping[str, PodProblem]] = {}
+        """Errors of the last writes of StatefulSets, by service and pool."""
         self._read: dict[ServiceKey, tuple[tuple[Any, ...], Declared]] = {}
         self._reading = asyncio.Lock()
 
@@ -156,6 +158,7 @@ class Reconciler:
     def drop(self) -> None:
         """Discard the state of all services, because another operator is the leader now."""
         self._uids.clear()
+        self._unwritten.clear()
         self._read.clear()
         self._failures.clear()
         self._questions.clear()
@@ -173,6 +176,7 @@ class Reconciler:
         self._stop_serving(key)
 
     def _stop_serving(self, key: ServiceKey) -> None:
+        self._unwritten.pop(key, None)
         self._read.pop(key, None)
         self._failures.pop(key, None)
         self._healer.forget(key)
@@ -325,7 +329,10 @@ class Reconciler:
 
         service = stands.service
         observed = dataclasses.replace(
-            observed, refused=declared.problems, undefined=declared.filled
+            observed,
+            unwritten_engines=self._unwritten.pop(key, {}),
+            refused=declared.problems,
+            undefined=declared.filled,
         )
         observed = await self._healer.observe(key, service, observed)
         observed = await self._with_router_view(service, observed)
@@ -335,6 +342,7 @@ class Reconciler:
 
         planned = self._plan(key, stands, observed)
         applied = await self._applier.apply(key, manifest, planned, observed)
+        self._unwritten[key] = applied.engine_problems
         after = self._with_result(manifest, observed, applied)
         status = planned.status if after == observed else status_after(service, planned, after)
 

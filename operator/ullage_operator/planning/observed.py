@@ -61,6 +61,8 @@ class Observed:
     """Permissions that the operator lacks, each as `verb resource in namespace`."""
     unapplied: tuple[PodProblem, ...] = ()
     """Problems with objects that could not be written."""
+    unwritten_engines: Mapping[str, PodProblem] = field(default_factory=dict)
+    """Errors of the last writes of StatefulSets, by pool. A canary is a separate pool."""
     refused: tuple[Problem, ...] = ()
     """Problems with the declared spec, if the operator falls back to the last valid spec."""
     undefined: tuple[str, ...] = ()

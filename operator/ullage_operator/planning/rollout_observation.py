@@ -45,7 +45,9 @@ def observe_rollout(service: str, observed: Observed) -> RolloutObservation:
         observed: all observations of the service. Its objects may include copies that a user made.
     """
     kept = observed.objects.get(ObjectKey("ConfigMap", naming.rollout_name(service)), {})
+    unwritten = observed.unwritten_engines.items()
     wrong = canary_problems(observed)
+    wrong += [problem for pool, problem in unwritten if naming.is_canary_pool(pool)]
     return RolloutObservation(
         now=observed.now,
         stateful_sets={
@@ -64,6 +66,9 @@ def observe_rollout(service: str, observed: Observed) -> RolloutObservation:
         unanswered=observed.unanswered,
         problem=str(wrong[0]) if wrong else "",
         is_stuck=any(problem.is_stuck for problem in wrong),
+        is_refused=any(
+            problem.is_stuck for pool, problem in unwritten if not naming.is_canary_pool(pool)
+        ),
         roomless_s=roomless_pools(observed),
         engines=engine_reports(observed),
     )

@@ -134,6 +134,7 @@ def rollout_facts(
         restarts=total(progress.falls, is_canary=True),
         problem=observation.problem,
         is_stuck=observation.is_stuck,
+        is_refused=observation.is_refused,
         like_stable=alike_pools(target, release),
         crowded=crowded_pools(service, observation, tried),
         is_outdated=bool(outdated),

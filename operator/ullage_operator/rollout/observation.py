@@ -45,6 +45,8 @@ class RolloutObservation:
     """Problem of the canary's pods (empty without one)."""
     is_stuck: bool = False
     """Whether the problem of the canary's pods will not resolve by itself."""
+    is_refused: bool = False
+    """Whether the API server refuses a StatefulSet of the stable revision."""
     roomless_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which a canary's pods have been unschedulable, by pool.
 

@@ -104,6 +104,8 @@ class RolloutFacts:
     """Reason why the canary is not ready."""
     is_stuck: bool = False
     """Whether the canary's problem will not resolve by itself, for example a missing image."""
+    is_refused: bool = False
+    """Whether the API server refuses a StatefulSet of the stable revision."""
     like_stable: tuple[str, ...] = ()
     """Pools whose engines request the same resources in the target and the stable revision."""
     is_outdated: bool = False
@@ -226,8 +228,11 @@ def _promoting(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
 def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> bool:
     """Return whether a newer revision should wait until the current promotion completes.
 
-    The newer revision waits as long as engines are serving and the promotion meets its deadline.
+    The newer revision waits as long as engines are serving and the promotion meets its deadline,
+    unless the API server refuses the engines of the promoted revision.
     """
+    if facts.is_refused:
+        return False
     is_late = _elapsed_s(state.since, facts) >= policy.start_deadline
     is_served = facts.is_serving or facts.is_bridged
     return is_served and (state.settled_since is not None or not is_late)
@@ -377,7 +382,12 @@ def _advance_canary(
 
 
 def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Let the canary take the place of stable engines in pools that lack nodes for more engines."""
+    """Let the canary take the place of stable engines in pools that lack nodes for more engines.
+
+    A canary that cannot start for another reason takes no further place.
+    """
+    if facts.is_stuck:
+        return state
     pools = tuple(sorted({*state.replaces, *facts.crowded}))
     if pools == state.replaces:
         return state

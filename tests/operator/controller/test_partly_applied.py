@@ -508,6 +508,40 @@ def test_what_a_deleted_service_leaves_holds_up_nothing_else_and_is_named(stored
     asyncio.run(scenario())
 
 
+class Choosy(Kept):
+    """A cluster that refuses the StatefulSet of a canary."""
+
+    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
+        if (obj["kind"], obj["metadata"]["name"]) == ("StatefulSet", "demo-single-next"):
+            raise ClusterRefused("spec.template.spec.dnsPolicy: Unsupported value")
+        return await super().apply(obj)
+
+
+def test_a_canary_that_is_refused_says_why_and_takes_no_engines_place(stored) -> None:
+    async def scenario() -> None:
+        first = stored(image="one", rollout={"surge": "Never"})
+        before = await made_once(first)
+        choosy = Choosy()
+        choosy.objects = before.objects
+        choosy.applied = before.applied
+        counts = dict.fromkeys(("replicas", "readyReplicas", "updatedReplicas"), 1)
+        choosy.objects[ENGINES]["status"] = counts | {"observedGeneration": 1}
+        meta = first["metadata"] | {"generation": 4, "resourceVersion": "4000"}
+        edited = first | {"metadata": meta, "spec": first["spec"] | {"image": "two"}}
+        cache = listed(edited)
+        for kind in OWNED:
+            relist(cache, Scope(kind, ""), choosy.of(kind.name), 1)
+        async with reconciling(cast(Cluster, choosy), cache) as made:
+            for _ in range(3):
+                await made.reconcile(KEY)
+        rollout = choosy.status["rollout"]
+        assert rollout["stage"] == "Starting"
+        assert "demo-single-next: spec.template.spec.dnsPolicy: Unsupported" in rollout["message"]
+        assert size(choosy) == 1
+
+    asyncio.run(scenario())
+
+
 class Unwilling(Kept):
     """A cluster in which an admission policy lets no ConfigMap be written for now."""
 

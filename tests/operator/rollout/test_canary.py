@@ -9,7 +9,7 @@ import yaml
 from ullage_operator.api import naming
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
-from ullage_operator.conditions.pod_problem import ObjectWarning
+from ullage_operator.conditions.pod_problem import ObjectWarning, PodProblem
 from ullage_operator.planning.observed import Observed, key_of
 from ullage_operator.planning.plan import plan
 from ullage_operator.rollout.analysis import (
@@ -25,6 +25,7 @@ from ullage_operator.rollout.analysis import (
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 GOOD = Variant(succeeded=100)
 BAD = Variant(succeeded=50, failed=50)
+REFUSED = "StatefulSet demo-single: spec.template.spec.dnsPolicy: Unsupported value"
 
 
 class Cluster:
@@ -43,6 +44,8 @@ class Cluster:
         self.unseen = ""
         self.unmade = ""
         self.warnings = {}
+        self.refused = ""
+        self.unwritten = {}
         self.stages = []
         self.pods = []
         self.applied = []
@@ -65,14 +68,22 @@ class Cluster:
             now=self.now, objects=self.objects, status=self.status, pods=self.pods,
             rollout_annotation=self.annotation, canary_samples=self.canary_samples(),
             is_rollout_readable=self.is_rollout_readable, warnings=self.warnings,
+            unwritten_engines=self.unwritten,
         )  # fmt: skip
         planned = plan(parse(self._make(**self.spec)), observed, Settings())
         self.applied = [key_of(item) for item in planned.apply]
         for item in planned.delete:
             del self.objects[key_of(item)]
-        self.objects |= {key_of(item): self.live(item) for item in planned.apply}
+        refused = [item for item in planned.apply if self.is_refused(item)]
+        pools = [item["metadata"]["labels"][naming.POOL_LABEL] for item in refused]
+        self.unwritten = dict.fromkeys(pools, PodProblem("", "ApplyFailed", REFUSED, False))
+        written = [item for item in planned.apply if item not in refused]
+        self.objects |= {key_of(item): self.live(item) for item in written}
         self.status = planned.status
         self.stages.append(self.status["rollout"]["step"])
+
+    def is_refused(self, item):
+        return bool(self.refused) and item["kind"] == "StatefulSet" and self.refused in str(item)
 
     def live(self, item):
         if item["kind"] not in ("StatefulSet", "Deployment"):
@@ -784,3 +795,29 @@ def test_a_copy_of_the_state_is_not_the_state(cluster):
         cluster.step()
     assert cluster.stages[-1] == "Stable"
     assert cluster.image() == "two"
+
+
+def with_dns(policy):
+    return {"single": {"replicas": 3, "podTemplate": {"spec": {"dnsPolicy": policy}}}}
+
+
+def test_an_edit_that_is_refused_can_be_corrected_at_once(cluster):
+    """It is rolled out without a canary, so engines of the older revision serve meanwhile."""
+    cluster.refused = "Wrong"
+    cluster.edit(rollout={"strategy": "Rolling"})
+    cluster.edit(pools=with_dns("Wrong"))
+    cluster.step(1)
+    assert cluster.stages[-1] == "Promoting"
+    cluster.edit(pools=with_dns("Default"))
+    cluster.step(1)
+    live = cluster.objects["StatefulSet", "demo-single"]
+    assert live["spec"]["template"]["spec"]["dnsPolicy"] == "Default"
+
+
+def test_a_canary_that_is_refused_says_why_it_is_rolled_back(cluster):
+    cluster.refused = "'two'"
+    cluster.edit(image="two")
+    cluster.step()
+    cluster.step(60)
+    assert cluster.stages[-1] == "RolledBack"
+    assert REFUSED in cluster.condition("RolloutHealthy")["message"]
