@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from ullage_operator.api.errors import OperatorError
+from ullage_operator.api.errors import (
+    ClusterConflict,
+    ClusterDenied,
+    ClusterPostponed,
+    ClusterRefused,
+    OperatorError,
+)
 from ullage_operator.api.naming import NODE, POD
 from ullage_operator.api.spec import Service
 from ullage_operator.controller.headroom_streams import HeadroomStreams, StreamTimes
@@ -23,6 +29,7 @@ from ullage_operator.policy.restarts import (
     Restart,
     RestartEvent,
     recent_restarts,
+    refused_restart_note,
     restart_history,
     restart_note,
 )
@@ -106,6 +113,9 @@ class Healer:
     ) -> None:
         """Delete the given pods, so that their StatefulSets recreate them.
 
+        A pod that may not be deleted, for example because of an admission policy, does not hold up
+        the other pods. Its next try is due after the backoff.
+
         The caller must first write the status that counts these restarts. Otherwise they would go
         uncounted if the operator crashed in between.
         """
@@ -117,7 +127,14 @@ class Healer:
 
             meta = {"name": restart.pod.name, "namespace": key.namespace, "uid": restart.pod.uid}
             pod = {"apiVersion": POD.api_version, "kind": POD.name, "metadata": meta}
-            await self._cluster.delete(pod, grace_s=restart.grace_s)
+            try:
+                await self._cluster.delete(pod, grace_s=restart.grace_s)
+            except ClusterConflict:
+                continue  # a newer pod has its name already
+            except (ClusterDenied, ClusterPostponed, ClusterRefused) as error:
+                _logger.error("%s: pod %s cannot be deleted: %s", key, restart.pod.name, error)
+                self._recorder.record(manifest, [refused_restart_note(restart, str(error))])
+                continue
 
             _logger.warning(
                 "%s: pod %s: %s: %s", key, restart.pod.name, restart.reason, restart.message

@@ -381,3 +381,12 @@ def restart_note(restart: Restart) -> EventNote:
 
     message = f"pod {restart.pod.name}: {restart.reason}: {restart.message}; it is recreated"
     return EventNote("PodRestarted", "Restart", message, True)
+
+
+def refused_restart_note(restart: Restart, error: str) -> EventNote:
+    """Return the Event about a pod that Kubernetes does not let the operator delete."""
+    message = (
+        f"pod {restart.pod.name}: {restart.reason}: {restart.message}; it cannot be deleted: "
+        f"{error}; let the operator delete pods, or delete it yourself"
+    )
+    return EventNote("PodNotRestarted", "Restart", message, True)

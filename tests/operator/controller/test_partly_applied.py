@@ -30,6 +30,7 @@ from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import Cache, Denied, Scope, ServiceKey
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
+from ullage_operator.policy.restarts import EnginePod, Restart
 from ullage_operator.rollout.stages import QUEUED, RolloutProgress, RolloutStage
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -470,6 +471,49 @@ def test_no_rollout_begins_while_statefulsets_cannot_be_listed(stored) -> None:
         assert ("ConfigMap", "demo-rollout") not in kept.applied
         [reason] = [c["reason"] for c in kept.status["conditions"] if c["type"] == "RolloutHealthy"]
         assert reason == "MemoryUnseen"
+
+    asyncio.run(scenario())
+
+
+class Protected(Kept):
+    """A cluster in which an admission policy protects one pod."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deleted: list[str] = []
+        self.notes: dict[str, str] = {}
+
+    async def delete(self, obj: dict[str, Any], grace_s: int | None = None) -> None:
+        name = obj["metadata"]["name"]
+        if name == "replaced":
+            raise ClusterConflict("the uid differs", 1.0)
+        if name == "protected":
+            raise ClusterPostponed("denied by policy keep-pods", 1.0)
+        self.deleted.append(name)
+
+    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
+        if obj["kind"] == "Event":
+            self.notes[obj["reason"]] = obj["note"]
+        return obj
+
+
+def engine_pod(name: str) -> EnginePod:
+    return EnginePod(name=name, uid=name, pool=name, has_started=True, is_ready=False)
+
+
+def test_a_pod_that_may_not_be_deleted_holds_up_no_other(stored) -> None:
+    async def scenario() -> None:
+        cluster = Protected()
+        recorder = EventRecorder(cast(Cluster, cluster))
+        healer = Healer(cast(Cluster, cluster), recorder, lambda _: None, StreamTimes())
+        names = ("protected", "replaced", "stuck")
+        restarts = [Restart(engine_pod(name), "NotReady", "not ready") for name in names]
+        await healer.restart_pods(KEY, stored(), restarts, NOW)
+        await recorder.close()
+        await healer.close()
+        assert cluster.deleted == ["stuck"]
+        assert cluster.notes["PodRestarted"].startswith("pod stuck: ")
+        assert "denied by policy keep-pods" in cluster.notes["PodNotRestarted"]
 
     asyncio.run(scenario())
 
