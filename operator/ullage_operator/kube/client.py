@@ -384,6 +384,9 @@ class Cluster:
                 response = await self._send(request, limits, arguments)
                 return await response.read()
         except FAILURES as error:
+            if request.verb != "get" and _has_hung(error):
+                message = f"{request}: no answer in time; an admission webhook may hang"
+                raise ClusterPostponed(message, 1.0) from error
             message = f"{request}: {str(error) or type(error).__name__}"
             raise ClusterUnavailable(message, 1.0) from error
         except ApiException as error:
@@ -494,6 +497,14 @@ def resource_of(kind: Kind) -> Resource:
     status = Subresource(resource, kind=kind.name, name=f"{kind.plural}/status", namespaced=True)
     resource.subresources["status"] = status
     return resource
+
+
+def _has_hung(error: Exception) -> bool:
+    """Return whether a request was sent but not answered in time.
+
+    For a write, that concerns its object alone: reads and other writes may be answered.
+    """
+    return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError)
 
 
 def _seen_at(event: Mapping[str, Any]) -> str:

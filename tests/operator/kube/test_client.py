@@ -9,13 +9,14 @@ from ullage_operator.api import naming
 from ullage_operator.api.errors import (
     ClusterConflict,
     ClusterDenied,
+    ClusterPostponed,
     ClusterRefused,
     ClusterUnavailable,
     KindAbsent,
     OperatorError,
 )
 from ullage_operator.api.naming import OWNED, SERVICE, Kind, kind_of
-from ullage_operator.kube.client import Cluster
+from ullage_operator.kube.client import Cluster, _Request
 from ullage_operator.kube.connection import ApiConnection, load_configuration
 
 CONFIG_MAP = kind_of("v1", "ConfigMap")._replace(selector="app=x")
@@ -154,6 +155,22 @@ def test_without_the_lead_nothing_is_written(api):
 
     run(scenario)
     assert api.writes() == []
+
+
+def test_a_write_that_hangs_concerns_its_object_alone(api):
+    """As under an admission webhook that the API server cannot reach."""
+    api.inject("POST", "/configmaps", 200, delay_s=2.0)
+    api.inject("GET", "/configmaps", 200, delay_s=2.0)
+
+    async def scenario(cluster):
+        cluster._may_write_s = lambda: 0.5
+        with pytest.raises(ClusterPostponed, match="an admission webhook may hang"):
+            await cluster.create(config_map())
+        with pytest.raises(ClusterUnavailable) as slow:
+            await cluster._read(_Request("get", CONFIG_MAP, "default", "c"), 0.5)
+        assert not isinstance(slow.value, ClusterPostponed)
+
+    run(scenario)
 
 
 def test_a_missing_right_names_the_verb_and_other_refusals_do_not(api):
