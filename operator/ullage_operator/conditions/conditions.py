@@ -48,6 +48,11 @@ MONITORING = tuple(kind.name for kind in OWNED if kind.api_version == MONITORING
 """Kinds defined by the Prometheus operator that this operator creates."""
 _MAX_FIELDS = 3
 """Maximum number of fields that a condition lists."""
+MAX_MESSAGE = 32_768
+"""Maximum number of characters of a condition's message in the CRD.
+
+The API server refuses the whole status if a message is longer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +237,13 @@ def _as_manifest(
         "observedGeneration": generation,
         "lastTransitionTime": time,
         "reason": finding.reason,
-        "message": finding.message,
+        "message": shortened(finding.message),
     }
+
+
+def shortened(message: str) -> str:
+    """Return a condition's message, cut to the maximum length."""
+    return message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 1]}…"
 
 
 def timestamp(now: datetime) -> str:

@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ullage_operator.api.schema import load_schema
 from ullage_operator.conditions.conditions import Condition, Workload, render, service_conditions
 from ullage_operator.conditions.pod_problem import PodProblem
 
@@ -98,3 +99,14 @@ def test_a_time_changes_exactly_when_the_status_flips(course: list[tuple[bool, s
         assert (made["reason"], made["observedGeneration"]) == (reason, minute)
         previous = [made]
         before = holds
+
+
+def test_a_message_fits_into_the_status_however_long_it_is() -> None:
+    status = load_schema()["properties"]["status"]["properties"]
+    longest = status["conditions"]["items"]["properties"]["message"]["maxLength"]
+    told = [Condition("AdaptersReady", False, "AdapterFailed", "é" * length) for length in
+            (longest, longest + 1)]  # fmt: skip
+    whole, cut = render(told, [], 1, NOW)
+    assert whole["message"] == "é" * longest
+    assert len(cut["message"]) == longest
+    assert cut["message"].endswith("…")
