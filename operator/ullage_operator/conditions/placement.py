@@ -14,15 +14,24 @@ Pod = Mapping[str, Any]
 _TEMPLATE = "resourceClaimTemplateName"
 _UNALLOCATED = "cannot allocate all claims"
 """Substring of the scheduler's message about a node that lacks the devices claimed by a pod."""
+_SCHEDULER_ERROR = "SchedulerError"
+"""Reason of a pod that the scheduler could not bind. It usually succeeds at the next try."""
+_UNBOUND = "binding volumes"
+"""Substring of the scheduler's message about claims for which no disk was provided in time."""
 _DISK = "ephemeral-storage"
 _ORDINARY = ("cpu", "memory", _DISK, "hugepages")
 
 
 def unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
     placed = pod_condition(pod, "PodScheduled")
-    if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":
+    if placed.get("status") != "False":
         return None
     message = placed.get("message", "no node fits")
+    reason = placed.get("reason")
+    if reason == _SCHEDULER_ERROR and _UNBOUND in message:
+        return problem_of(pod, reason, f"{message}; {_claims_remedy(pod)}")
+    if reason != "Unschedulable":
+        return None
     asked = _asks(pod)
     problem = f"asks for {asked} and fits no node" if asked else "fits no node"
     return problem_of(
@@ -119,12 +128,22 @@ def _placing_remedy(pod: Pod, message: str) -> str:
         ("untolerated taint", f"add the taint to {template}.tolerations"),
         ("node affinity/selector", f"correct {template}.nodeSelector or label a node"),
         ("persistentvolumeclaim", "create the claim that the pod names"),
-        ("unbound immediate PersistentVolumeClaims", "bind the claim that the pod names"),
+        ("unbound immediate PersistentVolumeClaims", _claims_remedy(pod)),
         ("Insufficient", f"lower {pool}.resources or add a node"),
     )
 
     return next(
         (remedy for words, remedy in remedies if words in message), f"see {pool}'s placement"
+    )
+
+
+def _claims_remedy(pod: Pod) -> str:
+    volumes = pod.get("spec", {}).get("volumes", ())
+    claims = [each["persistentVolumeClaim"] for each in volumes if "persistentVolumeClaim" in each]
+    names = " ".join(str(claim["claimName"]) for claim in claims)
+    return (
+        f"kubectl describe pvc {names} says why: usually its StorageClass does not exist, or it "
+        "names none and the cluster has no default"
     )
 
 

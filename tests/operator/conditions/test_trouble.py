@@ -33,6 +33,10 @@ def pod(name: str = "demo-large-0", **parts: Any) -> dict[str, Any]:
         },
         "spec": {
             "nodeName": "node-a",
+            "volumes": [
+                {"name": "cache", "persistentVolumeClaim": {"claimName": "cache-e-0"}},
+                {"name": "tmp", "emptyDir": {}},
+            ],
             "containers": [{"name": "engine", "resources": {"limits": limits}}],
         },
         "status": parts,
@@ -83,6 +87,7 @@ def found(given: dict[str, Any]) -> PodProblem:
             "spec.pools.large.podTemplate.spec.nodeSelector",
         ),
         ('persistentvolumeclaim "models" not found', "create the claim"),
+        ("pod has unbound immediate PersistentVolumeClaims", "kubectl describe pvc cache-e-0 says"),
         ("something new", "spec.pools.large's placement"),
     ],
 )
@@ -94,6 +99,16 @@ def test_a_pod_that_fits_no_node_tells_its_gpus_the_scheduler_and_the_remedy(
     assert trouble.message.startswith(f"asks for 4 nvidia.com/gpu and fits no node: {said}; ")
     assert remedy in trouble.message
     assert not trouble.blocks
+
+
+def test_a_claim_that_gets_no_disk_in_time_is_named_and_other_errors_pass() -> None:
+    error = 'running PreBind plugin "VolumeBinding": binding volumes: context deadline exceeded'
+    given = unplaced(error)
+    [condition] = given["status"]["conditions"]
+    condition["reason"] = "SchedulerError"
+    assert found(given).message.startswith(f"{error}; kubectl describe pvc cache-e-0 says why")
+    condition["message"] = "binding rejected: the object has been modified"
+    assert diagnose_pod(given, NOW) is None
 
 
 def test_a_pod_without_a_node_for_its_memory_tells_that_the_request_may_be_an_estimate() -> None:
