@@ -305,7 +305,49 @@ def test_without_an_election_there_is_never_a_second_operator(render, helm):
     assert done.returncode != 0
     assert "several operators need leaderElection" in done.stderr
     (deployment,) = by_kind(render(), "Deployment")
-    assert deployment["spec"]["strategy"] == {"type": "RollingUpdate"}
+    # Fields that the chart does not set would stay with Recreate, which forbids them.
+    shares = {"maxSurge": "25%", "maxUnavailable": "25%"}
+    assert deployment["spec"]["strategy"] == {"type": "RollingUpdate", "rollingUpdate": shares}
+
+
+def test_names_of_digits_stay_names(helm, tmp_path):
+    values = tmp_path / "values.yaml"
+    given = {
+        "imageRegistry": "registry.example/ullage",
+        "fullnameOverride": "12",
+        "nameOverride": "34",
+        "watch": {"namespaces": ["56"]},
+        "metricsNamespace": "78",
+        "priorityClassName": "90",
+        "serviceAccount": {"name": "91"},
+        "podMonitor": {"enabled": True},
+        "prometheusRule": {"enabled": True},
+        "dcgmCounters": {"enabled": True, "namespace": "7"},
+        "dashboards": {"enabled": True},
+        "replicas": 2,
+    }
+    values.write_text(yaml.safe_dump(given))
+    done = helm("template", "456", str(CHART), "--namespace", "123", "--values", str(values))
+    assert done.returncode == 0, done.stderr
+    objects = [obj for obj in yaml.safe_load_all(done.stdout) if obj]
+    assert {obj["kind"] for obj in objects} >= {"Role", "NetworkPolicy", "PodMonitor", "Pod"}
+    for obj in objects:
+        labels = obj["metadata"].get("labels", {})
+        names = (obj["metadata"]["name"], obj["metadata"].get("namespace", ""), *labels.values())
+        assert all(isinstance(name, str) for name in names), names
+        if not obj["apiVersion"].startswith("monitoring.coreos.com"):
+            kubernetes_validate.validate(obj, "1.35", strict=True)
+
+
+def test_no_number_of_rollouts_is_too_large_for_the_operator(helm, tmp_path):
+    values = tmp_path / "values.yaml"
+    values.write_text("imageRegistry: registry.example/ullage\nmaxRollouts: 1000000\n")
+    shown = ("--show-only", "templates/deployment.yaml")
+    done = helm("template", "release", str(CHART), "--values", str(values), *shown)
+    assert done.returncode == 0, done.stderr
+    [container] = yaml.safe_load(done.stdout)["spec"]["template"]["spec"]["containers"]
+    environment = {each["name"]: each.get("value", "") for each in container["env"]}
+    assert Settings.from_env(environment).max_rollouts == 1_000_000
 
 
 @pytest.mark.parametrize("values", VALUE_SETS)

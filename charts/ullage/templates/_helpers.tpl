@@ -13,8 +13,8 @@
 {{- end }}
 
 {{- define "ullage.selector" -}}
-app.kubernetes.io/name: {{ include "ullage.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "ullage.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end }}
 
@@ -138,7 +138,7 @@ a node would pull from Docker Hub, where anybody may publish an image of that na
 {{- define "ullage.leaseRules" -}}
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
-  resourceNames: [{{ include "ullage.fullname" . }}]
+  resourceNames: [{{ include "ullage.fullname" . | quote }}]
   verbs: [get, update]
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
