@@ -1,8 +1,9 @@
 """The router's gRPC service, which uses the same request pipeline as HTTP."""
 
+import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import grpc
@@ -10,10 +11,10 @@ import grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.config.engine import RequestLimits
 from ullage_common.tickets.tickets import TICKET_KEY
-from ullage_common.wire.errors import ServiceError, abort
+from ullage_common.wire.errors import SLOW_CLIENT_GRACE_S, ServiceError, abort, slow_client
 from ullage_common.wire.limits import MAX_REQUEST_ID_BYTES
 from ullage_common.wire.request_guard import text_metadata
-from ullage_router.call import Call, ResponseStream, deadline_of
+from ullage_router.call import Call, PausableDeadline, deadline_of
 from ullage_router.cascade.peer import PATH_KEY
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import draining, retry_after_s
@@ -94,9 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._tenants = tenants
         self._limits = limits
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[Response]:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Stream the answer to a request."""
         record = RequestRecord(_record_id(request.request_id))
         metadata = _text(context)
@@ -117,13 +116,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             async with self._pipeline.serve(call) as stream:
                 self._issuer.on_resumed(paid_by)
-                if record.limits:
-                    await context.send_initial_metadata(tuple(record.limits.items()))
-                async for response in _responses(stream):
-                    if response.finished.resumed_inexact:
+                if limits := tuple(record.limits.items()):
+                    await _in_time(context.send_initial_metadata(limits), call.deadline)
+                accepted = Response(accepted=stream.accepted)
+                await _in_time(context.write(accepted), call.deadline)
+                async for event in stream.events():
+                    if event.finished.resumed_inexact:
                         context.set_trailing_metadata(((RESUMED_INEXACT, "true"),))
-                    yield response
-        except ServiceError as error:
+                    await _in_time(context.write(event), call.deadline)
+        except ServiceError as error:  # last, since abort waits for a client that does not read
             error.retry_after_s = retry_after_s(error)
             error.metadata |= record.decision.explanation
             await abort(context, error)
@@ -172,10 +173,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return limit_s if remaining_s is None else min(limit_s, remaining_s)
 
 
-async def _responses(stream: ResponseStream) -> AsyncIterator[Response]:
-    yield Response(accepted=stream.accepted)
-    async for event in stream.events():
-        yield event
+async def _in_time(sending: Awaitable[None], deadline: PausableDeadline) -> None:
+    """Send a part of an answer, which the client may read until shortly after the time limit.
+
+    Raises:
+        ServiceError: the client did not read in time.
+        asyncio.CancelledError: the client has disconnected.
+    """
+    try:
+        async with asyncio.timeout(max(0.0, deadline.remaining_s) + SLOW_CLIENT_GRACE_S):
+            await sending
+    except TimeoutError as error:
+        raise slow_client() from error
+    except grpc.aio.InternalError as error:  # gRPC may say this before it cancels the task
+        raise asyncio.CancelledError from error
 
 
 def _record_id(request_id: str) -> str:

@@ -16,7 +16,7 @@ from ullage_common.chat.truncation import truncated
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.tracing import Tracer
 from ullage_common.request_cost import most_tokens, request_blocks
-from ullage_common.wire.errors import ServiceError, abort
+from ullage_common.wire.errors import SLOW_CLIENT_GRACE_S, ServiceError, abort, slow_client
 from ullage_common.wire.fingerprint import with_adapter
 from ullage_common.wire.flow_control import AT_ONCE, SendPace
 from ullage_common.wire.multiplex import CallContext, serve_multiplex
@@ -49,8 +49,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 DEADLINE_MARGIN_S = 0.1
 """Seconds before the client's deadline at which to end the answer, so it arrives in time."""
-SLOW_CLIENT_GRACE_S = 5.0
-"""Seconds after the deadline during which a client may still read messages already sent."""
 RETRY_AFTER_LOADING_S = 2.0
 """Seconds after which to retry a request refused while loading, draining or overloaded."""
 MAX_OPEN_REQUESTS = 1024
@@ -322,7 +320,7 @@ class InferenceService(rpc.InferenceServiceServicer):
             async with asyncio.timeout(self._time_limit(context) + SLOW_CLIENT_GRACE_S):
                 return await streaming
         except TimeoutError as error:
-            raise _not_taken_in_time() from error
+            raise slow_client() from error
 
     def _time_limit(self, context: Context) -> float:
         limit = self._config.limits.total_timeout
@@ -416,14 +414,6 @@ def _not_scored() -> ServiceError:
         "NO_ENGINE",
         "the answer ended before the log-probabilities of its prompt were complete; try again",
         retry_after_s=RETRY_AFTER_LOADING_S,
-    )
-
-
-def _not_taken_in_time() -> ServiceError:
-    return ServiceError(
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        "SLOW_CLIENT",
-        "the answer was not read within the time limit; read faster or ask for less",
     )
 
 

@@ -19,6 +19,8 @@ is there twice, and takes up to three times its bytes.
 """
 MAX_VALUE_BYTES = 256
 """Maximum bytes of a value of an error's metadata at the end of an RPC."""
+SLOW_CLIENT_GRACE_S = 5.0
+"""Seconds after a request's time limit during which its client may still read the answer."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -57,6 +59,15 @@ def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> ServiceE
     """Return an INVALID_ARGUMENT error that names the invalid field."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT, reason, message, metadata={"field": field}
+    )
+
+
+def slow_client() -> ServiceError:
+    """Return the error for an answer that its client did not read in time."""
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "SLOW_CLIENT",
+        "the answer was not read within the time limit; read faster or ask for less",
     )
 
 

@@ -1,6 +1,8 @@
 """InferenceService of the router: the meaning of HTTP, in gRPC's words."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -9,8 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ullage.headroom.v1 import headroom_pb2
-from ullage.inference.v1 import inference_pb2
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_router import grpc as router_grpc
 
 if TYPE_CHECKING:
     Service = Any
@@ -161,6 +164,66 @@ def test_a_cancelled_call_cancels_the_engines(start_service: "StartService") -> 
             call.cancel()
             await service.until(lambda: service.engine.cancelled == ["gone"])
             assert service.router.service.engines.all()[0].inflight == 0
+
+    asyncio.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def unread(service: "Service") -> AsyncIterator[Any]:
+    """A long answer of which only the first message was read, by a client with small buffers."""
+    service.engine.script.words = ("w" * 60_000,) * 40
+    options = [("grpc.http2.bdp_probe", 0)]
+    address = f"127.0.0.1:{service.router.grpc_port}"
+    async with grpc.aio.insecure_channel(address, options) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(Request(text="x", stop=Stop(max_tokens=40)))
+        await call.read()
+        yield call
+
+
+async def ended(service: "Service") -> tuple[int, str]:
+    """The status and the error of the latest request, once nothing is held for it any more."""
+    pipeline = service.router.service.pipeline
+    (engine,) = service.router.service.engines.all()
+    await service.until(lambda: pipeline.inflight == engine.inflight == 0, 20.0)
+    await service.until(lambda: service.engine.active == 0)
+    latest = (await service.stats())["latest"][0]
+    return latest["status"], latest["error"]
+
+
+def test_an_answer_that_is_never_read_ends_soon_after_its_time(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_grpc, "SLOW_CLIENT_GRACE_S", 0.3)
+    limits = {"request_timeout": 1.0, "total_timeout": 1.0}
+
+    async def scenario() -> None:
+        async with start_service(limits=limits) as service, unread(service) as call:
+            assert await ended(service) == (504, "SLOW_CLIENT")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            error = from_rpc_error(caught.value)
+            assert (error.code, error.reason) == (
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "SLOW_CLIENT",
+            )
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_an_answer_unread_takes_its_work_with_it(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            async with unread(service) as call:
+                assert service.router.service.pipeline.inflight == 1
+                call.cancel()
+                assert await ended(service) == (499, "CANCELLED")
+            async with unread(service):
+                assert service.router.service.pipeline.inflight == 1
+            assert await ended(service) == (499, "CANCELLED")
 
     asyncio.run(scenario())
 
