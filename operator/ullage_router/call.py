@@ -61,6 +61,14 @@ class PausableDeadline:
     def first_token_remaining_s(self) -> float:
         return self.first_token_at - time.monotonic()
 
+    def later(self, seconds: float) -> "PausableDeadline":
+        """Return a copy whose deadlines are later by some seconds."""
+        copy = PausableDeadline(
+            self._at + seconds, self._first_token_at + seconds, self.token_timeout_s
+        )
+        copy.held_s = self.held_s
+        return copy
+
     @contextlib.contextmanager
     def pauses(self, timeout: asyncio.Timeout) -> Iterator[None]:
         """Pause this timeout too whenever the deadlines are paused while the `with` block runs."""

@@ -23,7 +23,6 @@ from ullage_router.call import (
     DecisionLog,
     Event,
     Handler,
-    PausableDeadline,
     ResponseStream,
     timed_out,
 )
@@ -145,12 +144,7 @@ class SharedGeneration:
         if not keeps_all:
             # The generation outlasts all requests that join with the same limit. Each of them
             # keeps its own deadline.
-            own = call.deadline
-            later_s = self._longest_s
-            deadline = PausableDeadline(
-                own.at + later_s, own.first_token_at + later_s, own.token_timeout_s
-            )
-            self.call = replace(self.call, deadline=deadline)
+            self.call = replace(self.call, deadline=call.deadline.later(self._longest_s))
         self.leader = call
         self.accepted: inference_pb2.Accepted | None = None
         self.error: BaseException | None = None

@@ -128,6 +128,19 @@ async def test_the_time_limit_stands_still_while_a_request_is_held(asleep):
         assert (await asked).status_code == 200
 
 
+async def test_the_time_for_which_requests_were_held_makes_none_late(asleep):
+    async with asleep(slo={"ttft_p95": 1.0}) as made:
+        engine = made.engines["single"]
+        engine.script.hold = asyncio.Event()
+        asked = [made.chat(text, temperature=0) for text in ("Hi", "Ho")]
+        await made.until_held(2)
+        await asyncio.sleep(1.2)
+        await made.start("single")
+        await made.until(lambda: len(engine.requests) == 2 or any(each.done() for each in asked))
+        engine.script.hold.set()
+        assert [(await each).status_code for each in asked] == [200, 200]
+
+
 @pytest.mark.parametrize(
     ("wake", "status", "code"),
     [
