@@ -42,6 +42,12 @@ class PausableDeadline:
         self.token_timeout_s = token_timeout_s
         self.held_s = 0.0
         self._timeouts: list[asyncio.Timeout] = []
+        self._followers: set[PausableDeadline] = set()
+        """Deadlines of the requests that wait for the same answer, which are paused together."""
+        self._paused_at: float | None = None
+        """Start of the current pause, on the event loop's clock. None if not paused."""
+        self._ends: dict[asyncio.Timeout, float | None] = {}
+        """Times at which the paused timeouts would have ended."""
 
     @property
     def at(self) -> float:
@@ -81,19 +87,41 @@ class PausableDeadline:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Postpone the deadlines and their timeouts by the time spent inside the `with` block."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        ends = [timeout.when() for timeout in self._timeouts]
-        for timeout in self._timeouts:
-            timeout.reschedule(None)
-
+        self._pause()
         try:
             yield
         finally:
-            passed = loop.time() - began
-            self.held_s += passed
-            for timeout, end in zip(self._timeouts, ends, strict=True):
-                timeout.reschedule(None if end is None else end + passed)
+            self._go_on()
+
+    def add_follower(self, follower: "PausableDeadline") -> None:
+        """Pause another request's deadlines, too, whenever these are paused."""
+        self._followers.add(follower)
+        if self._paused_at is not None:
+            follower._pause()
+
+    def remove_follower(self, follower: "PausableDeadline") -> None:
+        """Let another request's deadlines go on, although these may be paused."""
+        self._followers.remove(follower)
+        if self._paused_at is not None:
+            follower._go_on()
+
+    def _pause(self) -> None:
+        self._paused_at = asyncio.get_running_loop().time()
+        self._ends = {each: each.when() for each in self._timeouts if not each.expired()}
+        for timeout in self._ends:
+            timeout.reschedule(None)
+        for follower in self._followers:
+            follower._pause()
+
+    def _go_on(self) -> None:
+        assert self._paused_at is not None, "not paused"
+        passed = asyncio.get_running_loop().time() - self._paused_at
+        self._paused_at = None
+        self.held_s += passed
+        for timeout, end in self._ends.items():
+            timeout.reschedule(None if end is None else end + passed)
+        for follower in self._followers:
+            follower._go_on()
 
 
 def deadline_of(

@@ -140,11 +140,11 @@ class SharedGeneration:
         self._is_finished = False
         self._window_s = window_s
         self._longest_s = max(JOIN_S, window_s)
-        self.call = replace(call, decisions=DecisionLog(call.decisions.latest))
-        if not keeps_all:
-            # The generation outlasts all requests that join with the same limit. Each of them
-            # keeps its own deadline.
-            self.call = replace(self.call, deadline=call.deadline.later(self._longest_s))
+        # Each request keeps its own deadlines. A generation that others may join for a moment
+        # outlasts all of them that have the same limit.
+        deadline = call.deadline.later(0.0 if keeps_all else self._longest_s)
+        decisions = DecisionLog(call.decisions.latest)
+        self.call = replace(call, decisions=decisions, deadline=deadline)
         self.leader = call
         self.accepted: inference_pb2.Accepted | None = None
         self.error: BaseException | None = None
@@ -196,12 +196,14 @@ class SharedGeneration:
         reader = _Reader(self, call)
         self._readers.add(reader)
         self._places[reader.place] += 1
+        self.call.deadline.add_follower(call.deadline)
         return reader
 
     def leave(self, reader: "_Reader") -> None:
         """Remove a reader, and end the generation if this was its last reader."""
         self._readers.discard(reader)
         self._places[reader.place] -= 1
+        self.call.deadline.remove_follower(reader.deadline)
         self._may_go_on.set()
         if not self._readers and self._task:
             self._task.cancel()
@@ -300,6 +302,7 @@ class _Reader:
         self.accepted = inference_pb2.Accepted()
         self.place = 0
         self.bytes_read = 0
+        self.deadline = call.deadline
         self._generation = generation
         self._call = call
         self.output_tokens = 0

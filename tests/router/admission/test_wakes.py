@@ -170,6 +170,33 @@ async def test_who_leaves_is_held_no_more(asleep):
         assert made.router.service.scale_to_zero.queue.held_bytes == 0
 
 
+async def test_an_answer_that_is_held_for_two_is_the_seconds_once_the_first_has_left(asleep):
+    routing = {"idempotency": {"enabled": True}}
+    limits = {"request_timeout": 1.0}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+    async with asleep(routing=routing, limits=limits) as made:
+        service = made.router.service
+
+        def ask() -> "asyncio.Task[httpx.Response]":
+            headers = {"Idempotency-Key": "k"}
+            return asyncio.create_task(
+                made.http.post("/v1/chat/completions", json=body, headers=headers)
+            )
+
+        first = ask()
+        await made.until_held(1)
+        second = ask()
+        await made.until(lambda: service.idempotency.repeated == 1)
+        await asyncio.sleep(1.2)
+        assert [asked.done() for asked in (first, second)] == [False, False]
+        first.cancel()
+        await made.until(lambda: service.pipeline.inflight == 1)
+        await made.start("single")
+        answer = await second
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello big world"
+
+
 async def test_a_router_that_stops_holds_on_to_what_it_holds(asleep):
     async with asleep() as made:
         asked = made.chat()
