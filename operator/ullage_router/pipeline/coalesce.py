@@ -319,10 +319,12 @@ class _Reader:
             ServiceError: the generation failed.
         """
         generation = self._generation
-        while generation.accepted is None and generation.error is None:
-            await generation.wait_for_change()
+        try:
+            while generation.accepted is None and generation.error is None:
+                await generation.wait_for_change()
+        finally:
+            self._adopt_decision()  # a client that leaves pays for a prompt that was sent, too
 
-        self._adopt_decision()
         if generation.accepted is None:
             raise self._error()
         self.accepted.CopyFrom(generation.accepted)

@@ -321,6 +321,28 @@ def test_the_longest_output(start_service: "StartService", keys: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.0], ids=["alone", "shared"])
+def test_a_client_that_leaves_before_its_first_token_pays_for_its_prompt(
+    start_service: "StartService", keys: Path, temperature: float
+) -> None:
+    async def scenario() -> None:
+        alice = {"name": "alice", "tokens_per_minute": 10_000}
+        async with start_service(tenants=section(keys, alice)) as service:
+            service.engine.script.hold = asyncio.Event()
+            body = {"prompt": "Hi there", "temperature": temperature}
+            asked = asyncio.create_task(
+                service.http.post("/v1/completions", json=body, headers=bearer(ALICE))
+            )
+            await service.until(lambda: service.engine.active == 1)
+            asked.cancel()
+            await asyncio.wait([asked])
+            await service.until(lambda: service.router.service.pipeline.inflight == 0)
+            (usage,) = service.router.service.tenants.snapshot()["tenants"]["usage"]
+            assert (usage["prompt_tokens"], usage["output_tokens"]) == (len("Hi there"), 0)
+
+    asyncio.run(scenario())
+
+
 def test_a_tenants_stream_waits_for_its_next_token(
     start_service: "StartService", keys: Path
 ) -> None:
