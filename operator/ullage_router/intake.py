@@ -19,7 +19,8 @@ INLINE_BYTES = 16 << 10
 """Maximum size in bytes of a body that is handled on the event loop, in about a millisecond."""
 
 T = TypeVar("T")
-_Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+_Job = list[Any]
+"""Work and the future of its result. The list is empty if nobody waits for the result any more."""
 
 
 class IntakeThread:
@@ -31,7 +32,7 @@ class IntakeThread:
 
     def __init__(self) -> None:
         self._threads = ThreadPool(1, "intake")
-        self._waiting: OrderedDict[str, deque[_Work]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         """Pending work by tenant, starting with the tenant whose turn is next."""
         self._is_running = False
 
@@ -52,11 +53,13 @@ class IntakeThread:
             return work()
 
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append((work, done))
+        job: _Job = [work, done]
+        self._waiting.setdefault(tenant, deque()).append(job)
         self._start_next()
         try:
             return await done
         finally:
+            job.clear()  # a client that has gone leaves no body in the queue
             # An error's traceback holds this frame, and the frame would hold the error. This cycle
             # would keep the body until the garbage collector runs, which is rare.
             del done, work
@@ -68,12 +71,15 @@ class IntakeThread:
     def _start_next(self) -> None:
         while self._waiting and not self._is_running:
             tenant, queue = self._waiting.popitem(last=False)
-            work, done = queue.popleft()
+            job = queue.popleft()
+            while queue and _is_abandoned(job):  # it must not cost its tenant a turn
+                job = queue.popleft()
             if queue:
                 self._waiting[tenant] = queue  # behind all others
-            if done.cancelled():
+            if _is_abandoned(job):
                 continue
 
+            work, done = job
             try:
                 running = self._threads.start(work)
             except NoThread as error:
@@ -94,3 +100,8 @@ class IntakeThread:
         else:
             done.set_result(ended.result())
         self._start_next()
+
+
+def _is_abandoned(job: _Job) -> bool:
+    """Return whether nobody waits for the result of a job any more."""
+    return not job or job[1].cancelled()

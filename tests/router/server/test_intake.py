@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+import weakref
+from functools import partial
 
 import pytest
 from ullage_testing.thread_limit import no_new_threads
@@ -49,6 +51,35 @@ def test_tenants_take_turns() -> None:
     asyncio.run(scenario())
 
 
+def test_clients_that_went_cost_their_tenant_no_turn() -> None:
+    async def scenario() -> None:
+        intake = IntakeThread()
+        begun = threading.Event()
+        go_on = threading.Event()
+        order: list[str] = []
+
+        def block() -> None:
+            begun.set()
+            go_on.wait()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(intake.run(LONG, "first", block))
+            await asyncio.to_thread(begun.wait)
+            tasks = [
+                group.create_task(intake.run(LONG, name[0], partial(order.append, name)))
+                for name in ("a1", "a2", "a3", "a4", "b1", "b2", "b3")
+            ]
+            await asyncio.sleep(0)
+            for task in tasks[:3]:
+                task.cancel()
+            await asyncio.wait(tasks[:3])
+            go_on.set()
+        assert order == ["a4", "b1", "b2", "b3"]
+        intake.close()
+
+    asyncio.run(scenario())
+
+
 def test_an_error_is_its_own_and_a_client_that_went_is_skipped() -> None:
     async def scenario() -> None:
         intake = IntakeThread()
@@ -74,6 +105,41 @@ def test_an_error_is_its_own_and_a_client_that_went_is_skipped() -> None:
             await fails
         assert gone.cancelled() or gone.done()
         assert done == ["last"]
+        intake.close()
+
+    asyncio.run(scenario())
+
+
+class Work:
+    """Work that holds a body."""
+
+    def __call__(self) -> None:
+        raise AssertionError("its client has gone")
+
+
+def test_a_client_that_went_leaves_no_body_in_the_queue() -> None:
+    async def scenario() -> None:
+        intake = IntakeThread()
+        begun = threading.Event()
+        go_on = threading.Event()
+
+        def block() -> None:
+            begun.set()
+            go_on.wait()
+
+        running = asyncio.create_task(intake.run(LONG, "a", block))
+        await asyncio.to_thread(begun.wait)
+        works = [Work() for _ in range(3)]
+        bodies = [weakref.ref(work) for work in works]
+        clients = [asyncio.create_task(intake.run(LONG, "a", work)) for work in works]
+        del works
+        await asyncio.sleep(0)
+        for client in clients:
+            client.cancel()
+        await asyncio.wait(clients)
+        assert [body() for body in bodies] == [None] * 3
+        go_on.set()
+        await running
         intake.close()
 
     asyncio.run(scenario())
