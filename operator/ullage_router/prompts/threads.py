@@ -86,6 +86,8 @@ class TokenizerThreads:
         try:
             return cast(T, await job.future)
         finally:
+            if job.is_waiting:
+                self._refund(job)
             self._leave_queue(job)
 
     def close(self) -> None:
@@ -109,6 +111,15 @@ class TokenizerThreads:
         self._sizes[tenant] += size
         self._total_size += size
         return job
+
+    def _refund(self, job: _Job) -> None:
+        """Return the virtual time of a job that nobody waits for any more to its tenant."""
+        end = self._ends.get(job.tenant, self._now) - job.size
+        if end > self._now:
+            self._ends[job.tenant] = end
+            heapq.heappush(self._end_times, (end, job.tenant))
+        else:
+            self._ends.pop(job.tenant, None)
 
     def _leave_queue(self, job: _Job) -> None:
         """Stop counting a job as waiting, and free its text. The job may stay in its heap."""

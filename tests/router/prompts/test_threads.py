@@ -139,6 +139,28 @@ async def test_texts_that_nobody_waits_for_take_no_room(threads: TokenizerThread
     assert gate.begun == ["x", "x"]
 
 
+async def test_texts_that_nobody_waits_for_cost_their_tenant_no_turn(
+    threads: TokenizerThreads,
+) -> None:
+    gate = Gate()
+    free = Gate()
+    running = [asyncio.create_task(threads.run(SHORT, gate.work("x"), "x")) for _ in range(2)]
+    await until(lambda: len(gate.begun) == 2)
+    gone = [asyncio.create_task(threads.run(SHORT, gate.work("gone"), "a")) for _ in range(5)]
+    await until(lambda: threads.waiting_characters == 5 * SHORT)
+    for task in gone:
+        task.cancel()
+    await asyncio.wait(gone)
+    order = ["b1", "b2", "b3", "b4", "b5", "b6", "a1"]
+    waiting = [asyncio.create_task(threads.run(SHORT, free.work(name), name[0])) for name in order]
+    await until(lambda: threads.waiting_characters == 7 * SHORT)
+    free.open()
+    gate.open()
+    await asyncio.gather(*running, *waiting)
+    # It is the second to begin, give or take the other thread's.
+    assert free.begun.index("a1") < 4
+
+
 class Name(str):
     """A tenant's name that counts how often it is looked at."""
 
