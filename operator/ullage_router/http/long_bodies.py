@@ -127,6 +127,7 @@ class LongBodies:
         """
         loop = asyncio.get_running_loop()
         turn.timeout = timeout
+        turn.is_lost = False  # a part may have come at the moment at which the turn was lost
         turn.idle_since = loop.time()
         if self._waiting:
             self._make_room()
@@ -146,22 +147,28 @@ class LongBodies:
         self._give_turns()
 
     def _give_turns(self) -> None:
-        for tenant in list(self._waiting):
-            queue = self._waiting[tenant]
-            while queue and queue[0][1].cancelled():
-                queue.popleft()
-
-            if queue and self._may_take(queue[0][0].size, tenant):
-                turn, came = queue.popleft()
-                came.set_result(None)
-                self._turns[turn] = None
-                self._taken[tenant] += turn.size
-                self._waiting.move_to_end(tenant)
-
-            if not queue:
-                del self._waiting[tenant]
-
+        # A large body may leave room for several, for which tenants take turns.
+        while sum(map(self._give_turn, list(self._waiting))):
+            continue
         self._make_room()
+
+    def _give_turn(self, tenant: str) -> bool:
+        """Give a tenant's next body its turn if there is room, and return whether there was."""
+        queue = self._waiting[tenant]
+        while queue and queue[0][1].cancelled():
+            queue.popleft()
+
+        has_room = bool(queue) and self._may_take(queue[0][0].size, tenant)
+        if has_room:
+            turn, came = queue.popleft()
+            came.set_result(None)
+            self._turns[turn] = None
+            self._taken[tenant] += turn.size
+            self._waiting.move_to_end(tenant)
+
+        if not queue:
+            del self._waiting[tenant]
+        return has_room
 
     def _may_take(self, size: int, tenant: str) -> bool:
         # Bodies without a tenant come from many clients, so no tenant limit applies.

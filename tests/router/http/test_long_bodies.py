@@ -69,6 +69,20 @@ def test_clients_without_a_name_may_have_all_turns() -> None:
     asyncio.run(scenario())
 
 
+def test_a_large_body_leaves_its_room_to_several() -> None:
+    async def scenario() -> None:
+        bodies = LongBodies()
+        large = await bodies.take(3 * QUARTER, "")
+        await bodies.take(QUARTER, "")
+        waiting = [asyncio.create_task(bodies.take(QUARTER, tenant)) for tenant in ("", "", "a")]
+        await settled()
+        bodies.give_back(large)
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*waiting)
+
+    asyncio.run(scenario())
+
+
 def test_who_goes_or_waits_too_long_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         bodies = LongBodies()
@@ -134,6 +148,33 @@ def test_a_body_that_brings_nothing_loses_its_turn(monkeypatch: pytest.MonkeyPat
         await asyncio.sleep(0.2)
         assert not watch.done()  # nobody else wants a turn
         async with asyncio.timeout(WAIT_S):
+            await bodies.take(QUARTER, "")
+            assert await watch
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_was_lost_as_a_part_came_can_be_lost_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(long_bodies, "IDLE_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        bodies = LongBodies()
+        slow, _ = [await bodies.take(2 * QUARTER, "") for _ in range(2)]
+        loop = asyncio.get_running_loop()
+        part = loop.create_future()
+
+        def come_as_the_turn_is_lost() -> None:
+            part.set_result(None)
+            slow.lose()
+
+        async with asyncio.timeout(None) as timeout:
+            with bodies.awaited(slow, timeout):
+                loop.call_soon(come_as_the_turn_is_lost)
+                await part
+        async with asyncio.timeout(WAIT_S):
+            watch = asyncio.create_task(is_lost(bodies, slow))
             await bodies.take(QUARTER, "")
             assert await watch
 
