@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.wire import request_guard
+from ullage_common.wire.call_limits import ReceiveRoom
 from ullage_common.wire.channels import open_channel
 from ullage_common.wire.errors import ServiceError, abort, from_rpc_error
 from ullage_common.wire.request_guard import MAX_REQUEST_BYTES, RequestGuard
@@ -429,6 +430,28 @@ def test_a_request_that_finds_no_place_is_told_so(monkeypatch: pytest.MonkeyPatc
                 1,
             )
             cancel(idle)
+
+    asyncio.run(scenario())
+
+
+def test_nobody_loses_a_place_to_a_request_that_has_gone() -> None:
+    async def wait(room: ReceiveRoom, owner: str) -> None:
+        async with room.place(owner):
+            raise AssertionError("all places are taken")
+
+    async def scenario() -> None:
+        room = ReceiveRoom(4, grace_s=0.05, wait_s=WAIT_S)
+        async with contextlib.AsyncExitStack() as stack:
+            for owner in ("one", "one", "two", "two"):
+                await stack.enter_async_context(room.place(owner))
+            async with asyncio.timeout(None) as timeout:
+                with room.arriving("one", timeout) as place:
+                    waiting = asyncio.create_task(wait(room, "three"))
+                    await asyncio.sleep(0)
+                    waiting.cancel()
+                    await asyncio.wait([waiting])
+                    await asyncio.sleep(0.2)
+            assert not place.is_lost
 
     asyncio.run(scenario())
 

@@ -171,7 +171,9 @@ class ReceiveRoom:
             async with asyncio.timeout(self._wait_s):
                 await asyncio.shield(turn)
         except BaseException:
-            if not turn.cancel():  # the place was given at this very moment
+            if turn.cancel():
+                self._give_turns()  # nobody must lose a place to a request that has gone
+            else:  # the place was given at this very moment
                 self._give_back(owner)
             raise
 
