@@ -118,6 +118,7 @@ class IdempotencyKeys:
             raise _reused(call.idempotency_key)
         self.repeated += 1
         call.end_turn()
+        call.release_body()  # its prompt is not rendered
 
     def _begin(self, name: _Name, digest: bytes, call: Call, proceed: Handler) -> _Running:
         """Start to generate the answer to the first call with a key."""

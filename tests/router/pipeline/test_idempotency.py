@@ -1,6 +1,7 @@
 """`Idempotency-Key`: the same request gets the same answer, another one is refused."""
 
 import asyncio
+import functools
 import gc
 import tracemalloc
 import weakref
@@ -189,6 +190,31 @@ def call(number: int, release_body: Callable[[], None]) -> Call:
         release_body=release_body,
         idempotency_key=f"{number:064}",
     )
+
+
+def test_a_repeated_request_holds_no_memory_of_its_body() -> None:
+    async def scenario() -> None:
+        released: list[int] = []
+        is_answered = asyncio.Event()
+        first, *others = [call(0, functools.partial(released.append, i)) for i in range(3)]
+
+        async def generate(call: Call) -> Words:
+            await is_answered.wait()
+            return Words(call.record.request_id, 1)
+
+        keys = IdempotencyKeys(IdempotencySection(enabled=True))
+        running = asyncio.create_task(keys.repeat(first, generate))
+        joined = asyncio.create_task(keys.repeat(others[0], generate))
+        await asyncio.sleep(0)
+        assert released == [1], "the first prompt is still to be rendered"
+        is_answered.set()
+        for answer in await asyncio.gather(running, joined):
+            assert len([event async for event in answer.events()]) == 2
+            answer.close()
+        await keys.repeat(others[1], generate)
+        assert released == [1, 2]
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("words", [1, 300])
