@@ -169,3 +169,22 @@ def test_only_reports_that_were_not_heard_are_said_again(code: grpc.StatusCode, 
         assert len(router.asked) == times
 
     asyncio.run(scenario())
+
+
+def test_a_place_that_comes_as_its_caller_leaves_is_given_back() -> None:
+    async def scenario() -> None:
+        def leaving(request: pb.PickRequest) -> pb.PickResponse:
+            if request.requests:
+                # Before the caller resumes, which has its place by then.
+                asyncio.get_running_loop().call_soon(asked.cancel)
+            return all_in_one(request)
+
+        router = Router(leaving)
+        batcher = batcher_of(router)
+        asked = asyncio.create_task(place(batcher, request()))
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await batcher.close()
+        assert [list(call.ended) for call in router.asked] == [[], [1]]
+
+    asyncio.run(scenario())

@@ -130,7 +130,19 @@ class PickBatcher:
             async with asyncio.timeout(max(0.0, deadline - now)):
                 return await pending.placed
         except TimeoutError:
+            self._return(pending)
             return None
+        except asyncio.CancelledError:
+            self._return(pending)
+            raise
+
+    def _return(self, pending: _PendingPick) -> None:
+        """Report the end of a request if it was placed at the moment when its caller left."""
+        placed = pending.placed
+        if not placed.done() or placed.cancelled() or placed.exception():
+            return
+        if pick := placed.result():
+            self.on_ended(pick)
 
     def on_accepted(self, pick: Pick) -> None:
         """Queue a report to the router that the engine has accepted the request."""
