@@ -19,6 +19,7 @@ router than placing each request separately.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -324,9 +325,7 @@ def _fail(pending: list[_PendingPick], error: Exception) -> None:
 MAX_PICKS = 3
 """Maximum number of engines to try before the router serves the request."""
 MAX_ENGINES = 256
-"""Maximum number of gRPC channels to engines that stay open."""
-CLOSING_S = 60.0
-"""Grace period in seconds for running answers on a channel that is being closed."""
+"""Number of gRPC channels to engines above which those without running calls are closed."""
 ANOTHER_MAY = frozenset(
     {
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -381,6 +380,9 @@ class Client:
         The name is empty if the tenant may not use the model.
         """
         self._engines: dict[str, grpc.aio.Channel] = {}
+        """Channels to engines by address, the least recently used first."""
+        self._num_calls: Counter[str] = Counter()
+        """Number of running calls on each channel, by address."""
         self._closing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -486,6 +488,7 @@ class Client:
         sent.stop.min_tokens = min(sent.stop.min_tokens, pick.max_tokens)
         metadata = ((TICKET_KEY, pick.ticket),)
         stream = stub.Generate(sent, timeout=_left(answer.deadline), metadata=metadata)
+        self._num_calls[pick.engine] += 1
         has_begun = False
         try:
             async for event in _events(stream):
@@ -505,21 +508,30 @@ class Client:
             raise _NotBegun from error
         finally:
             stream.cancel()
+            self._num_calls[pick.engine] -= 1
+            if not self._num_calls[pick.engine]:
+                del self._num_calls[pick.engine]
             self._batcher.on_ended(pick)
 
     def _engine(self, address: str) -> grpc.aio.Channel:
-        """Return the channel to an engine, opening it if necessary.
-
-        If too many channels are open, the least recently used one is closed.
-        """
+        """Return the channel to an engine, opening it if necessary."""
         channel = self._engines.pop(address, None) or open_channel(address, self._credentials)
         self._engines[address] = channel
         if len(self._engines) > MAX_ENGINES:
-            oldest = next(iter(self._engines))
-            closing = asyncio.create_task(self._engines.pop(oldest).close(grace=CLOSING_S))
+            self._close_idle(address)
+        return channel
+
+    def _close_idle(self, address: str) -> None:
+        """Close the least recently used channels without calls, except the one to an address.
+
+        A channel that closes would cancel its calls, whose answers would be lost.
+        """
+        surplus = len(self._engines) - MAX_ENGINES
+        idle = [each for each in self._engines if each != address and each not in self._num_calls]
+        for each in idle[:surplus]:
+            closing = asyncio.create_task(self._engines.pop(each).close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-        return channel
 
 
 class _Answer:

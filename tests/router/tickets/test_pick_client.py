@@ -15,6 +15,7 @@ from ullage_testing.fake_engine import Script
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.process.api_keys import entry
+from ullage_common.tickets import client as client_module
 from ullage_common.tickets.client import Client
 from ullage_common.tickets.tickets import engine_tag, verify
 from ullage_common.wire.errors import ServiceError
@@ -118,6 +119,32 @@ def test_what_goes_through_the_router(
                 assert text(events) == "Hello big world"
             assert sent(service) == [False, False]
             assert len((await service.stats())["latest"]) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_channel_with_an_answer_stays_open_however_many_there_are(
+    start_service: "StartService", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_ENGINES", 1)
+
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path, single=(100, 100)) as (service, client):
+            pause = asyncio.Event()
+            for engine in service.engines:
+                engine.script = Script(pause=pause)
+            long = asyncio.create_task(ask(client))
+            await service.until(lambda: any(engine.active for engine in service.engines))
+            busy, other = sorted(service.engines, key=lambda engine: not engine.active)
+            busy.push(headroom_bytes=0)
+            known = service.router.service.engines.all()
+            await service.until(lambda: any(not engine.headroom.headroom_bytes for engine in known))
+            other.script = Script()
+            for _ in range(3):
+                assert (await ask(client))[0].accepted.engine == other.headroom.engine
+                await asyncio.sleep(0.1)  # a channel that is closed would cancel its calls now
+            pause.set()
+            assert text(await long) == "Hello big world"
 
     asyncio.run(scenario())
 
