@@ -9,7 +9,7 @@ import pytest
 
 from ullage_router.files.documents import MAX_SHOWN
 from ullage_router.http import messages
-from ullage_router.http.files.attach import MAX_NAMED
+from ullage_router.http.files import attach
 from ullage_router.http.long_bodies import BodyTurn, LongBodies
 
 if TYPE_CHECKING:
@@ -143,23 +143,23 @@ def test_a_parameter_named_file_id_needs_no_store(
 
 
 def test_a_body_names_a_bounded_number_of_files(
-    start_service: "StartService", tmp_path: Path
+    start_service: "StartService", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attach, "MAX_NAMED", 5)
+
     async def scenario() -> None:
         async with start_service(**with_files(tmp_path)) as service:
             name = await upload(service, "a")
             part: Any = {"type": "file", "file": {"file_id": name}}
             for path, field in (("/v1/chat/completions", "messages"), ("/tokenize", "messages")):
-                for count, status in ((MAX_NAMED, 200), (MAX_NAMED + 1, 400)):
+                for count, status in ((5, 200), (6, 400)):
                     turns = [{"role": "user", "content": [part] * count}]
                     answer = await service.http.post(path, json={"model": "tiny", field: turns})
                     assert answer.status_code == status, answer.text
                     if status == 400:
                         error = answer.json()["error"]
                         assert error["param"] == "file_id"
-                        assert (
-                            f"{MAX_NAMED + 1} times; name at most {MAX_NAMED}" in error["message"]
-                        )
+                        assert "6 times; name at most 5 files" in error["message"]
 
     asyncio.run(scenario())
 
