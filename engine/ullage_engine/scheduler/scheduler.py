@@ -301,9 +301,10 @@ class Scheduler:
         return self._with_moves(chunks, done)
 
     def abandon(self) -> None:
-        """Drop the plan in flight without computing its chunks.
+        """Drop the latest plan in flight without computing its chunks.
 
-        Call this only while exactly one plan is in flight, and after performing its block moves.
+        Its block moves must be performed nevertheless, before those of any later plan. A later plan
+        reports them to the server.
         """
         planned = self._in_flight.pop()
         if self.tiers:

@@ -344,12 +344,19 @@ class EngineCore:
         return answer
 
     def _constrained(self, plan: StepPlan) -> StepPlan:
-        """Add grammar masks to a plan, and fail requests whose grammars cannot be enforced."""
-        plan, failed = self.grammars.constrain(plan)
+        """Add grammar masks to a plan, and fail requests whose grammars cannot be enforced.
+
+        If no chunk remains, the plan is no longer in flight, but its moves must still be performed.
+        """
+        constrained, failed = self.grammars.constrain(plan)
         for request_id, reason in failed.items():
             self.scheduler.cancel(request_id)
             self._failed.append(_unmatched(request_id, reason))
-        return plan
+
+        if plan.chunks and not constrained.chunks:
+            # Without a step, nothing shows when the moves are complete on all ranks.
+            self.scheduler.abandon()
+        return constrained
 
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
         """Compute a plan. If it runs out of memory, retry with smaller plans."""
@@ -614,26 +621,23 @@ class PipelinedEngine(EngineCore):
 
     def _submit_next(self) -> bool:
         """Submit the next plan. Return False if there is nothing to compute at the moment."""
-        scheduled = self.scheduler.schedule()
-        plan = self._constrained(scheduled)
+        plan = self._constrained(self.scheduler.schedule())
         self._move(plan)
-        if not scheduled.chunks:
+        if not plan.chunks:
             if not self._in_flight:
                 self._finish_moves()
             return False
 
         submitted_at = time.perf_counter()
-        # A plan whose chunks all failed in their grammars is in flight for the scheduler, too.
-        if plan.chunks:
-            self.num_overlapped_steps += any(each.plan.chunks for each in self._in_flight)
-            self._stages.submit(plan)
+        self.num_overlapped_steps += bool(self._in_flight)
+        self._stages.submit(plan)
         self._in_flight.append(_InFlight(plan, submitted_at))
         return True
 
     def _collect_oldest(self) -> list[TokenOutput]:
         """Wait for the result of the oldest plan in flight, and commit it."""
         oldest = self._in_flight[0]
-        sampled = self._stages.collect() if oldest.plan.chunks else []
+        sampled = self._stages.collect()
 
         # A sequence waits for its next token as long as its plan is in flight. All plans in flight
         # together are the batch of that time.

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_engine.protocol.messages import Rejected
+from ullage_engine.protocol.messages import KvOffer, KvSlot, KvWritten, Rejected
 from ullage_engine.protocol.requests import (
     EngineRequest,
     PromptLogprobs,
@@ -62,9 +62,14 @@ class NoiseRunner:
 
     def __init__(self, fails: Callable[[StepPlan], bool]) -> None:
         self._fails = fails
+        self.copies: list[str] = []
+        """Copies of KV that were begun, and waits for them, in order."""
 
     def move(self, moves: Moves) -> None:
-        """There is no KV."""
+        self.copies.append("move")
+
+    def sync(self) -> None:
+        self.copies.append("sync")
 
     def take_prompt_logprobs(self) -> list[PromptLogprobs]:
         return []
@@ -85,6 +90,7 @@ def make_engine(
     blocks: int = 256,
     host_slots: int = 0,
     fails: Callable[[StepPlan], bool] = lambda plan: False,
+    kv_space: bytes = b"",
 ) -> EngineCore:
     profile = MemoryProfile(
         block_tokens=16,
@@ -96,7 +102,7 @@ def make_engine(
         kv_pool_bytes=blocks * 160,
     )
     throughput = ThroughputEstimator()
-    policy = KvPolicy(host_slots=host_slots)
+    policy = KvPolicy(host_slots=host_slots, kv_space=kv_space)
     limits = SchedulerLimits(512, 8, 32, True, 8192)
     scheduler = Scheduler(profile, limits, throughput, OutputLengthEstimator(512, start=4), policy)
     grammars = Grammars(lambda: vocabulary(TOKENIZER, VOCAB))
@@ -198,6 +204,26 @@ def test_a_request_whose_grammar_fails_leaves_the_others(
     failed = engine.take_failed()
     assert {each.request_id for each in failed} == {"wrong", "broken"}
     assert all(each.field == "grammar" and each.message for each in failed)
+
+
+def test_copies_beside_a_request_whose_grammar_fails_are_reported_when_they_are_done() -> None:
+    """A copy that is reported too early makes others read a slot that is not filled yet."""
+    engine = make_engine(kv_space=bytes(32))
+    runner = engine._runner
+    assert isinstance(runner, NoiseRunner)
+    assert engine.tiers is not None
+    run(engine, [[make_request("free", "", 5)]])
+    [offer] = engine.tiers.take_messages()
+    assert isinstance(offer, KvOffer)
+
+    slots = [KvSlot(each.key, place, 1) for place, each in enumerate(offer.blocks)]
+    engine.tiers.on_granted(slots)
+    assert engine.submit_group([make_request("wrong", REGEX, 9, output=(1, 2))]) == []
+    assert engine.step() == []
+    assert [each.request_id for each in engine.take_failed()] == ["wrong"]
+    assert engine.tiers.take_messages() == [KvWritten(stored=slots)]
+    assert runner.copies == ["move", "sync"]
+    assert not engine.has_work
 
 
 def test_a_vocabulary_that_cannot_be_loaded_fails_the_request_and_no_other() -> None:

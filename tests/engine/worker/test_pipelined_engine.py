@@ -8,6 +8,7 @@ import pytest
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.errors import GroupLostError
+from ullage_engine.protocol.messages import FromKv, KvOffer, KvSlot, KvWritten
 from ullage_engine.protocol.requests import EngineRequest, PromptLogprobs, SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, Moves, SampledToken, StepPlan
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
@@ -24,14 +25,18 @@ class FakeStages:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, list[str]]] = []
-        """Plans submitted and collected, by the requests that they compute."""
+        """Plans submitted and collected, by the requests that they compute, and copies of KV."""
         self.damaged = ""
         """The request whose logits are NaN."""
         self.on_collect: Callable[[], None] = lambda: None
         self._submitted: deque[StepPlan] = deque()
 
     def move(self, moves: Moves) -> None:
-        """There is no KV."""
+        self.events.append(("move", []))
+
+    def sync(self) -> None:
+        assert not self._submitted, "the ranks still compute"
+        self.events.append(("sync", []))
 
     def take_prompt_logprobs(self) -> list[PromptLogprobs]:
         return []
@@ -68,7 +73,9 @@ def names(plan: StepPlan) -> list[str]:
     return [chunk.request_id for chunk in plan.chunks]
 
 
-def make_engine(grammars: Grammars | None = None) -> tuple[PipelinedEngine, FakeStages]:
+def make_engine(
+    grammars: Grammars | None = None, kv_space: bytes = b""
+) -> tuple[PipelinedEngine, FakeStages]:
     profile = MemoryProfile(
         block_tokens=16,
         groups=(CacheGroup(bytes_per_token=10),),
@@ -82,7 +89,7 @@ def make_engine(grammars: Grammars | None = None) -> tuple[PipelinedEngine, Fake
     stages = FakeStages()
     limits = SchedulerLimits(512, 8, 64, True, 8192, max_in_flight=STAGES)
     lengths = OutputLengthEstimator(512, start=32)
-    policy = KvPolicy()
+    policy = KvPolicy(kv_space=kv_space, prefetch=False)
     scheduler = Scheduler(profile, limits, throughput, lengths, policy)
     engine = PipelinedEngine(scheduler, stages, throughput, grammars, max_in_flight=STAGES)
     return engine, stages
@@ -199,23 +206,64 @@ def test_a_damaged_request_fails_alone_and_the_other_plan_goes_on() -> None:
     assert [each.request_id for each in engine.take_failed()] == ["c"]
 
 
-def test_a_plan_that_grammars_empty_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(no_vocabulary)
+class FailingGrammars(Grammars):
+    """Grammars that fail from some moment on."""
+
+    def __init__(self) -> None:
+        super().__init__(no_vocabulary)
+        self.failing = ""
+        """Names of the requests whose grammars fail."""
+
+    def constrain(self, plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
+        kept = [chunk for chunk in plan.chunks if chunk.request_id not in self.failing]
+        failed = {name: "too complex" for name in names(plan) if name in self.failing}
+        return StepPlan(kept, plan.moves), failed
+
+
+def test_a_plan_that_grammars_empty_holds_nobody_up() -> None:
+    grammars = FailingGrammars()
     engine, _ = make_engine(grammars)
     submit(engine, *"abcd")
     tokens: dict[str, list[int]] = {}
     for _ in range(2):
         step(engine, tokens)
 
-    def constrain(plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
-        kept = [chunk for chunk in plan.chunks if chunk.request_id in "ab"]
-        return StepPlan(kept), {name: "too complex" for name in names(plan) if name in "cd"}
-
-    monkeypatch.setattr(grammars, "constrain", constrain)
+    grammars.failing = "cd"
     for name, output in run(engine).items():
         tokens[name] += output
     assert {name: tokens[name] for name in "ab"} == {name: [8, 9, 10, 11] for name in "ab"}
     assert sorted(each.request_id for each in engine.take_failed()) == ["c", "d"]
+
+
+def test_copies_of_a_plan_that_grammars_empty_are_reported_after_a_later_plan() -> None:
+    """Only the tokens of a later plan show that all ranks have made the copies."""
+    grammars = FailingGrammars()
+    engine, stages = make_engine(grammars, kv_space=bytes(32))
+    assert engine.tiers is not None
+    submit(engine, "z", max_tokens=12)
+    run(engine)
+    [offer] = engine.tiers.take_messages()
+    assert isinstance(offer, KvOffer)
+
+    submit(engine, *"ab", max_tokens=7)
+    tokens: dict[str, list[int]] = {}
+    for _ in range(2):
+        step(engine, tokens)
+    [in_flight] = [each.plan for each in engine._in_flight]
+    [other] = {"a", "b"} - {*names(in_flight)}
+    grammars.failing = other
+    slots = [KvSlot(each.key, place, 1) for place, each in enumerate(offer.blocks)]
+    engine.tiers.on_granted(slots)
+
+    stages.events.clear()
+    reported: list[FromKv] = []
+    while not reported:
+        step(engine, tokens)
+        reported = engine.tiers.take_messages()
+    assert reported == [KvWritten(stored=slots)]
+    behind = stages.events[stages.events.index(("move", [])) :]
+    computed = behind[behind.index(("submit", names(in_flight))) :]
+    assert ("collect", names(in_flight)) in computed
 
 
 def test_an_injected_fault_changes_no_output() -> None:
