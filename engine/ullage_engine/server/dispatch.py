@@ -65,8 +65,8 @@ class Dispatcher:
 
     def submit(self, worker: WorkerHandle | None, entries: list[JournalEntry]) -> None:
         """Send a request's unfinished samples, now or once the next worker is ready."""
-        if worker is None or worker.is_killed:
-            return  # a request that a killed worker gets would be suspected of its death
+        if worker is None or worker.is_gone:
+            return  # a request that a dead worker gets would be suspected of its death
         if worker.ready_at is not None and self._suspect is None:
             for submission in submissions(entries):
                 self._send(worker, submission)
@@ -78,7 +78,12 @@ class Dispatcher:
             worker.link.post(Cancel(request_id=entry.key, is_answered=is_answered))
 
     def send_waiting(self, worker: WorkerHandle) -> None:
-        """Send the oldest suspect alone, or all unsent requests if there is no suspect."""
+        """Send the oldest suspect alone, or all unsent requests if there is no suspect.
+
+        A worker that is gone gets none of them.
+        """
+        if worker.is_gone:
+            return
         waiting = list(self._journal.submissions())
         suspects = [each for each in waiting if self._runs_alone(worker, each)]
         self._suspect = suspects[0] if suspects else None

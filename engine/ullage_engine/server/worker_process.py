@@ -300,6 +300,11 @@ class WorkerHandle:
         self.oom_kills.look()
 
     @property
+    def is_gone(self) -> bool:
+        """Return whether the process has ended, or has been killed and must end soon."""
+        return self.is_killed or self.exited.done()
+
+    @property
     def is_stopped(self) -> bool:
         """Return whether the worker counts as hung because a signal has stopped it."""
         return self._detector.is_stopped
