@@ -117,14 +117,23 @@ class InferenceService(rpc.InferenceServiceServicer):
         return self._adapters.keys if self._adapters else {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        if self._adapters is None:
-            await self._generate(request, context)
-            return
-        # A request keeps its version of the adapter to the end, even if the adapter is edited.
-        with self._adapters.held(request.model):
-            await self._generate(request, context)
+        try:
+            if self._adapters is None:
+                await self._generate(request, context)
+                return
+            # A request keeps its version of the adapter to the end, even if the adapter is edited.
+            with self._adapters.held(request.model):
+                await self._generate(request, context)
+        except ServiceError as error:
+            # Last, since abort waits for a client that does not read.
+            await abort(context, error)
 
     async def _generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Answer a request.
+
+        Raises:
+            ServiceError: the request is refused, or has failed and holds nothing any more.
+        """
         key = f"{self._config.server.engine_id}-{self._engine_status.epoch:x}-{next(self._keys)}"
         served = self._served(request, key, context)
         try:
@@ -137,7 +146,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         except ServiceError as error:
             self._metrics.refused(error.reason)
             served.end("refused", _refusal_fields(error), error=error.reason)
-            await abort(context, error)
+            raise
         except asyncio.CancelledError:  # the client went away during tokenising
             served.end("finished", {"outcome": "cancelled"}, error="cancelled")
             raise
@@ -157,11 +166,10 @@ class InferenceService(rpc.InferenceServiceServicer):
         except ServiceError as error:
             outcome = error.reason
             failure = error
+            raise
         finally:
             self._close(group, outcome)
             _log_end(served, group, outcome, failure)
-        if failure is not None:  # last, since abort waits for a client that does not read
-            await abort(context, failure)
 
     def _served(self, request: pb.GenerateRequest, key: str, context: Context) -> ServedRequest:
         engine = {"ullage.engine": self._config.server.engine_id}

@@ -24,6 +24,7 @@ from ullage_common.wire.errors import from_rpc_error
 from ullage_engine import main as engine_main
 from ullage_engine.main import main
 from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.server import service
 from ullage_engine.server.restart_policy import RestartPolicy
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -161,6 +162,55 @@ def test_what_runs_goes_on_with_the_version_that_it_began_with(
     added = [line[1] for line in lines if line[0] == "add"]
     assert sorted(added[2:]) == sorted(added[:2]), "the next worker has to know both"
     assert [line[1] for line in lines if line[0] == "remove"] == [submitted[0]]
+
+
+class DeafReader:
+    """A call whose client reads nothing, not even its error."""
+
+    def __init__(self) -> None:
+        self.has_failed = asyncio.Event()
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        await asyncio.Event().wait()
+
+    async def abort(self, *_: object) -> None:
+        self.has_failed.set()
+        await asyncio.Event().wait()
+
+    def time_remaining(self) -> None:
+        """It set no deadline of its own."""
+
+    def invocation_metadata(self) -> None:
+        """It came with none."""
+
+
+def test_an_error_that_is_not_read_keeps_no_adapter(
+    serve: Serve,
+    edited: tuple[EngineConfig, Edit],
+    make_adapter: MakeAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "SLOW_CLIENT_GRACE_S", 0.1)
+    config, edit = edited
+    limits = replace(config.limits, request_timeout=0.5, total_timeout=0.5)
+    config = replace(config, limits=limits)
+    edit(make_adapter("sql"))
+
+    async def scenario() -> None:
+        async with serve(config) as engine:
+            before = (await engine.state()).adapters[0].digest
+            reader = DeafReader()
+            unread = asyncio.create_task(engine._app._inference.Generate(ask("sql"), reader))
+            async with asyncio.timeout(30):
+                await reader.has_failed.wait()
+            edit(make_adapter("sql", version=1))
+            await engine.until(lambda state: state.adapters[0].digest != before)
+            assert len(engine._app._adapters.additions()) == 1
+            assert not unread.done()
+            unread.cancel()
+            await asyncio.gather(unread, return_exceptions=True)
+
+    asyncio.run(scenario())
 
 
 def test_bad_adapters_are_reported_by_name_and_cost_nobody_else_anything(
