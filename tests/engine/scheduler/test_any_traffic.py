@@ -178,17 +178,26 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
 
         @precondition(lambda self: self.left)
         @rule(
-            prompt_tokens=st.integers(1, 24), preempts=st.integers(0, 2), is_given_up=st.booleans()
+            prompt_tokens=st.integers(1, 24),
+            preempts=st.integers(0, 2),
+            fails=st.sampled_from([False, False, True]),
+            is_given_up=st.booleans(),
         )
-        def step_out_of_memory(self, prompt_tokens: int, preempts: int, is_given_up: bool) -> None:
+        def step_out_of_memory(
+            self, prompt_tokens: int, preempts: int, fails: bool, is_given_up: bool
+        ) -> None:
             self.end_all()
             self.compute_in_vain(self.rig.scheduler.schedule())
             for _ in range(preempts):
                 if self.rig.scheduler.stats().num_running > 1:
                     self.rig.scheduler.preempt_newest()
                 self.compute_in_vain(self.replan(2 * prompt_tokens))
+            failed = self.rig.scheduler.fail_newest() if fails else None
+            if failed is not None:
+                del self.left[failed]
             plan = self.replan(prompt_tokens)
-            assert plan.chunks or not self.left or tier_slots, "work and nothing planned"
+            may_idle = failed is not None or tier_slots
+            assert plan.chunks or not self.left or may_idle, "work and nothing planned"
             if plan.chunks and is_given_up:
                 self.compute_in_vain(plan)
                 self.rig.scheduler.abandon()
@@ -201,6 +210,21 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
         def preempt(self) -> None:
             self.end_all()
             self.rig.scheduler.preempt_newest()
+
+        @precondition(lambda self: self.left)
+        @rule()
+        def fail_a_plan(self) -> None:
+            """All requests of a plan fail before it is computed, but its copies are made."""
+            while len(self.rig.computed) >= self.in_flight:
+                self.rig.end()
+            self.hear()
+            plan = self.rig.scheduler.schedule()
+            for chunk in plan.chunks:
+                self.rig.scheduler.cancel(chunk.request_id)
+                del self.left[chunk.request_id]
+            if plan.chunks:
+                self.rig.scheduler.abandon()
+            self.rig.begin(StepPlan([], plan.moves))
 
         @precondition(lambda self: self.left)
         @rule(number=st.integers(0, 100), is_damaged=st.booleans())
