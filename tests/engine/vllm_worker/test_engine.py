@@ -945,6 +945,7 @@ ACTIONS = st.lists(
             st.booleans(),  # session
             st.booleans(),  # resumed
             st.sampled_from(["", *ADAPTERS]),
+            st.sampled_from(["", "", "", "refused", "given up"]),  # fault of the first
         ),
         st.tuples(st.just("cancel"), st.integers(0, 20), st.booleans()),
         st.tuples(st.just("step"), st.integers(1, 30)),
@@ -976,6 +977,7 @@ def test_in_any_traffic_nothing_is_lost_and_vllm_never_preempts(
         engine._output_lengths.observe(expected_output)
     client = Client(engine)
     open_requests = dict[str, EngineRequest]()
+    failing = set[str]()
     number = 0
     for action in actions:
         match action:
@@ -989,8 +991,13 @@ def test_in_any_traffic_nothing_is_lost_and_vllm_never_preempts(
                 has_session,
                 resumed,
                 adapter,
+                fault,
             ):
                 requests = []
+                if fault:
+                    failing.add(str(number))
+                if fault == "given up":
+                    core.broken[str(number)] = ("it breaks vLLM", "")
                 for _ in range(samples):  # type: ignore[call-overload]
                     requests.append(
                         make_request(
@@ -1003,6 +1010,9 @@ def test_in_any_traffic_nothing_is_lost_and_vllm_never_preempts(
                         )
                     )
                     number += 1
+                if fault == "refused":
+                    hot = SamplingParams(temperature=3.0)
+                    requests[0] = structs.replace(requests[0], sampling=hot)
                 refusal = client.submit(*requests)
                 if refusal is not None and resumed and not refusal.never:
                     refusal = client.submit(*requests, resumed=True)
@@ -1020,6 +1030,13 @@ def test_in_any_traffic_nothing_is_lost_and_vllm_never_preempts(
                 engine.reservations.end_idle_sessions()
         engine.reservations.check_integrity()
     client.run()
+    failed = [each.request_id for each in engine.take_failed()]
+    assert len(failed) == len(set(failed))
+    assert set(failed) <= failing
+    assert failing & open_requests.keys() <= set(failed)
+    for request_id in failed:
+        assert request_id not in client.texts
+        open_requests.pop(request_id, None)
     for request_id, request in open_requests.items():
         longest = engine._costs.longest(request, 1) - request.num_prompt_tokens
         text = expected_text(request)[:longest]
