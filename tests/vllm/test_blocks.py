@@ -177,6 +177,10 @@ class Lockstep:
         self.open.discard(request_id)
         self.check()
 
+    def limit(self, share: float) -> None:
+        for engine in self.engines:
+            engine.set_batch_share(share)
+
     def step(self) -> None:
         produced = []
         for engine in self.engines:
@@ -255,6 +259,32 @@ def test_what_is_charged_is_within_three_percent_of_what_is_held(
     assert held <= charged <= 1.03 * held
 
 
+def test_a_smaller_batch_ends_no_running_request(started: Any, watch: Watch) -> None:
+    """As under memory pressure, or when a GPU is throttled."""
+    engine, _ = make_engines(started)
+    draw = random.Random(3)
+
+    def submit(names: str) -> None:
+        for name in names:
+            assert engine.submit_group([make_request(name, tokens(draw, 20), 8)]) == []
+
+    submit("abcd")
+    engine.step()
+    assert engine.stats().num_running == 4
+    engine.set_batch_share(0.25)
+    submit("efg")
+    ended: set[str] = set()
+    most_running = 0
+    while engine.has_work:
+        ended |= {each.request_id for each in engine.step() if each.finish}
+        if ended >= {*"abcd"}:
+            most_running = max(most_running, engine.stats().num_running)
+    engine.set_batch_share(1.0)
+    assert ended == {*"abcdefg"}
+    assert most_running == 2
+    assert watch.num_preemptions == 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_vllm_allocates_what_is_reserved_and_never_preempts(
     started: Any, watch: Watch, seed: int
@@ -263,7 +293,7 @@ def test_vllm_allocates_what_is_reserved_and_never_preempts(
     name = 0
     traffic = Lockstep(started, f"traffic {seed}")
     for _ in range(150):
-        match draw.choice(["submit", "submit", "submit", "cancel", "step", "step"]):
+        match draw.choice(["submit", "submit", "submit", "cancel", "step", "step", "limit"]):
             case "submit":
                 prompt = [10 + draw.randrange(3)] * draw.randrange(1, 400)
                 session_id = draw.choice(["", "", f"s{prompt[0]}"])
@@ -277,11 +307,14 @@ def test_vllm_allocates_what_is_reserved_and_never_preempts(
                 traffic.submit(requests)
             case "cancel" if traffic.open:
                 traffic.cancel(draw.choice(sorted(traffic.open)))
+            case "limit":
+                traffic.limit(draw.choice([0.25, 0.5, 1.0]))
             case _:
                 for _ in range(draw.randrange(1, 12)):
                     if traffic.engines[0].has_work:
                         traffic.step()
     traffic.run()
+    traffic.limit(1.0)
     for engine in traffic.engines:
         engine.reservations.end_all_sessions()
         assert engine._core.blocks.num_free == NUM_BLOCKS

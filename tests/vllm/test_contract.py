@@ -204,7 +204,7 @@ ATTRIBUTES = {
     "core.model_executor.kv_configs": list,
     # of the scheduler
     "scheduler.requests": dict,
-    "scheduler.max_num_running_reqs": int,
+    "scheduler.max_num_active_reqs": int,
     "scheduler.num_lookahead_tokens": int,
     "scheduler.kv_cache_config": KVCacheConfig,
     "scheduler.kv_cache_manager": KVCacheManager,

@@ -560,7 +560,8 @@ class VllmCore:
             self._tiers.forget(request.request_id)
 
     def set_max_running(self, num_requests: int) -> None:
-        self._scheduler.max_num_running_reqs = num_requests
+        # Not `max_num_running_reqs`: vLLM asserts that no more requests are running than that.
+        self._scheduler.max_num_active_reqs = num_requests
 
     def step(self) -> list[CoreOutput]:
         outputs = []
