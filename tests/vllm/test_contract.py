@@ -66,7 +66,7 @@ from ullage_engine.tokenizer.tokenizer import load_tokenizer
 from ullage_engine.vllm_worker import arguments
 from ullage_engine.vllm_worker.bindings import core as vllm_core
 from ullage_engine.vllm_worker.bindings.connector import TierConnector, transfer_config
-from ullage_engine.vllm_worker.bindings.requests import sampling_arguments
+from ullage_engine.vllm_worker.bindings.requests import Grammar, sampling_arguments
 from ullage_engine.worker.device import HostTier
 
 Start = Callable[..., Any]
@@ -215,6 +215,7 @@ ATTRIBUTES = {
     "scheduler.kv_cache_manager.block_pool.null_block.ref_cnt": int,
     "scheduler.kv_cache_manager.coordinator.single_type_managers": tuple,
     "scheduler.structured_output_manager": StructuredOutputManager,
+    "scheduler.structured_output_manager._use_async_grammar_compilation": bool,
     # of the configuration
     "config.max_concurrent_batches": int,
     "config.max_in_flight_tokens": int,
@@ -429,6 +430,17 @@ def compiled(started: Any, request: EngineRequest) -> EngineRequest:
     """Returns the request once its grammar is compiled."""
     started.core._grammars.compile(request.grammar).result(PATIENCE_S)
     return request
+
+
+def test_a_grammar_is_ready_when_its_request_is_added(small: Any) -> None:
+    """Threads of vLLM must not use the compiled grammars while others are compiled."""
+    grammar = grammar_text(pb.Grammar(regex="[a-z]+"))[1]
+    request = structs.replace(REQUEST, request_id="matched", grammar=grammar)
+    small.core.add(compiled(small, request), 24)
+    added = small.core._requests["matched"].structured_output_request
+    is_ready = isinstance(added._grammar, Grammar)
+    small.core.abort("matched")
+    assert is_ready, changed("where grammars are made")
 
 
 # texts --------------------------------------------------------------------------------------------

@@ -289,6 +289,8 @@ class VllmCore:
         grammars = self._scheduler.structured_output_manager
         grammars.backend = GrammarMasks(self.vocab_size)
         grammars._create_grammar = self._make_grammar
+        # `Grammars` is not thread-safe, and a compiled grammar is copied in no time.
+        grammars._use_async_grammar_compilation = False
         self._executor: Any = core.model_executor
         core.model_executor.collective_rpc("ullage_follow_resumed")
         core.model_executor.collective_rpc("ullage_receive_stages")
