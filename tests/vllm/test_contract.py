@@ -216,6 +216,7 @@ ATTRIBUTES = {
     "scheduler.kv_cache_manager.coordinator.single_type_managers": tuple,
     "scheduler.structured_output_manager": StructuredOutputManager,
     "scheduler.structured_output_manager._use_async_grammar_compilation": bool,
+    "scheduler.defer_block_free": bool,
     # of the configuration
     "config.max_concurrent_batches": int,
     "config.max_in_flight_tokens": int,

@@ -181,6 +181,45 @@ def test_another_worker_goes_on_with_what_the_dead_one_had(rig: Rig) -> None:
     rig.check_nothing_held()
 
 
+def test_blocks_of_a_request_that_ends_during_its_step_are_free_at_once(
+    start_here: Callable[..., Any], write_checkpoint: Any
+) -> None:
+    """Two stages compute two steps at a time. Without a request no other step would follow."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    folder = write_checkpoint(LlamaConfig(**sizes, **heads))
+    sections = {
+        "gpus": 2,
+        "parallelism": {"pipeline": 2},
+        # Twelve blocks. A stage's block has keys and values of one layer.
+        "memory": {"max_kv": 12 * 2 * BLOCK * 64 * 4},
+    }
+    os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
+    rig = Rig(lambda host_tier: start_here(folder, host_tier=host_tier, **sections))
+    engine = rig.started.engine
+    blocks = rig.started.core.blocks
+    assert rig.started.core._config.max_concurrent_batches == 2
+
+    rig.submit("ended", TEXT)
+    outputs: list[TokenOutput] = []
+    is_in_flight = False
+    while not (outputs and is_in_flight) or engine.tiers.has_moves:
+        computed = rig.step()
+        outputs += computed
+        is_in_flight = not computed
+    assert blocks.num_held("ended") >= 6
+    engine.cancel("ended")
+    assert not engine.has_work
+    assert blocks.num_free == blocks.num_blocks
+    # It takes blocks that the step in flight still writes.
+    own = [9, *TEXT[1:]]
+    assert len(tokens(rig.answer("after", own))) == LENGTH
+    rig.check_nothing_held()
+    rig.close()
+
+
 def test_what_has_windows_stays_on_its_device(
     start_here: Callable[..., Any], write_checkpoint: Any
 ) -> None:

@@ -161,8 +161,7 @@ class Core(Protocol):
     def abort(self, request_id: str) -> None:
         """Abort a request. Requests that have finished are ignored.
 
-        The request's blocks are freed immediately, or within the next steps if several steps are in
-        flight.
+        The request's blocks are freed immediately, even if a step that uses them is in flight.
         """
 
     def forget(self, request_id: str) -> None:

@@ -286,6 +286,9 @@ class VllmCore:
         self.blocks = VllmBlocks(self._scheduler, self._requests)
         self._tiers: ConnectorTransfers | None = None
         self._grammars = Grammars(lambda: load_vocabulary(self.vocab_size))
+        # Every rank copies KV in the order of its steps, so the blocks of an aborted request can be
+        # reused at once. With a connector, vLLM would keep them until the steps in flight end.
+        self._scheduler.defer_block_free = False
         grammars = self._scheduler.structured_output_manager
         grammars.backend = GrammarMasks(self.vocab_size)
         grammars._create_grammar = self._make_grammar
