@@ -8,10 +8,9 @@ import functools
 import re
 from array import array
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.json_size import BODY_LIMITS, JsonCounter
@@ -50,8 +49,6 @@ _HALF_PAIR_ERRORS = ("surrogate pair", "unexpected end of hex escape")
 msgspec uses the second message for fields that it skips.
 """
 _TOKENS = msgspec.json.Decoder(list[Token])
-MAX_UNKNOWN_BYTES = 256 << 10
-"""Maximum bytes of a long body outside of the fields that its endpoint knows."""
 
 
 class _Body(Protocol):
@@ -166,7 +163,6 @@ def _decode_long(decoder: msgspec.json.Decoder[T], body: bytes) -> tuple[T, tupl
     JsonCounter("body", BODY_LIMITS).add(body)
 
     kind = decoder.type
-    _check_unknown_bytes(kind, body)
     given = _RAW_FIELDS.decode(body)
     values = {}
     for name, field_decoder in _field_decoders(kind, decoder.strict).items():
@@ -184,31 +180,6 @@ def _decode_long(decoder: msgspec.json.Decoder[T], body: bytes) -> tuple[T, tupl
         if field.required and field.name not in values:
             raise invalid(field.name, f"{field.name} is missing; it is required")
     return kind(**values), _unknown(kind, given)
-
-
-def _check_unknown_bytes(kind: type, body: bytes) -> None:
-    """Refuse a body with many unknown fields, before a parser makes an object of each.
-
-    Raises:
-        ServiceError: There are too many bytes outside of the known fields.
-        msgspec.DecodeError: The body is not a JSON object.
-    """
-    fields = msgspec.structs.astuple(_known_fields(kind).decode(body))
-    num_unknown = len(body) - sum(len(raw) for raw in fields if raw is not UNSET)
-    if num_unknown > MAX_UNKNOWN_BYTES:
-        message = (
-            f"body: {num_unknown} bytes are outside of the fields of this endpoint; send at most "
-            f"{MAX_UNKNOWN_BYTES}"
-        )
-        raise invalid("body", message)
-
-
-@functools.cache
-def _known_fields(kind: type) -> msgspec.json.Decoder[msgspec.Struct]:
-    """Return a decoder that leaves the JSON of known fields as it is, and skips all others."""
-    known = msgspec.structs.fields(kind)
-    fields: list[Any] = [(field.name, msgspec.Raw | UnsetType, UNSET) for field in known]
-    return msgspec.json.Decoder(msgspec.defstruct(f"Raw{kind.__name__}", fields))
 
 
 @functools.cache
