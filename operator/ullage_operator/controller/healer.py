@@ -15,6 +15,7 @@ from ullage_operator.api.errors import (
     ClusterPostponed,
     ClusterRefused,
     OperatorError,
+    Temporary,
 )
 from ullage_operator.api.naming import NODE, POD
 from ullage_operator.api.spec import Service
@@ -114,11 +115,15 @@ class Healer:
         """Delete the given pods, so that their StatefulSets recreate them.
 
         A pod that may not be deleted, for example because of an admission policy, does not hold up
-        the other pods. Its next try is due after the backoff.
+        the other pods.
 
         The caller must first write the status that counts these restarts. Otherwise they would go
         uncounted if the operator crashed in between.
+
+        Raises:
+            Temporary: Kubernetes refused to delete a pod. All others are deleted.
         """
+        refusal: Temporary | None = None
         for restart in restarts:
             if not restart.by_force:
                 whole_s = now.replace(microsecond=0)  # the status has whole seconds
@@ -134,9 +139,14 @@ class Healer:
             except (ClusterDenied, ClusterPostponed, ClusterRefused) as error:
                 _logger.error("%s: pod %s cannot be deleted: %s", key, restart.pod.name, error)
                 self._recorder.record(manifest, [refused_restart_note(restart, str(error))])
+                least_s = error.delay_s if isinstance(error, Temporary) else 0.0
+                refusal = Temporary(f"pod {restart.pod.name} cannot be deleted: {error}", least_s)
                 continue
 
             _logger.warning(
                 "%s: pod %s: %s: %s", key, restart.pod.name, restart.reason, restart.message
             )
             self._recorder.record(manifest, [restart_note(restart)])
+
+        if refusal is not None:
+            raise refusal

@@ -7,6 +7,7 @@ from copy import deepcopy
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
+import pytest
 from aiohttp import web
 from ullage_kubeapi import checks
 from ullage_kubeapi.trial import converged, relist, until
@@ -17,6 +18,7 @@ from ullage_operator.api.errors import (
     ClusterDenied,
     ClusterPostponed,
     ClusterRefused,
+    Temporary,
 )
 from ullage_operator.api.naming import CONFIG_MAP, OWNED, POD, SERVICE, STATEFUL_SET, WATCHED
 from ullage_operator.api.settings import Settings
@@ -508,7 +510,8 @@ def test_a_pod_that_may_not_be_deleted_holds_up_no_other(stored) -> None:
         healer = Healer(cast(Cluster, cluster), recorder, lambda _: None, StreamTimes())
         names = ("protected", "replaced", "stuck")
         restarts = [Restart(engine_pod(name), "NotReady", "not ready") for name in names]
-        await healer.restart_pods(KEY, stored(), restarts, NOW)
+        with pytest.raises(Temporary, match="pod protected cannot be deleted: denied by policy"):
+            await healer.restart_pods(KEY, stored(), restarts, NOW)
         await recorder.close()
         await healer.close()
         assert cluster.deleted == ["stuck"]
