@@ -1,6 +1,6 @@
 """Diagnoses pods for which no node has enough free resources."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
 from typing import Any
@@ -138,13 +138,20 @@ def _placing_remedy(pod: Pod, message: str) -> str:
 
 
 def _claims_remedy(pod: Pod) -> str:
-    volumes = pod.get("spec", {}).get("volumes", ())
-    claims = [each["persistentVolumeClaim"] for each in volumes if "persistentVolumeClaim" in each]
-    names = " ".join(str(claim["claimName"]) for claim in claims)
+    names = " ".join(_claims(pod))
     return (
         f"kubectl describe pvc {names} says why: usually its StorageClass does not exist, or it "
         "names none and the cluster has no default"
     )
+
+
+def _claims(pod: Pod) -> Iterator[str]:
+    """Yield the names of a pod's claims of volumes."""
+    for volume in pod.get("spec", {}).get("volumes", ()):
+        if claim := volume.get("persistentVolumeClaim"):
+            yield str(claim["claimName"])
+        elif "ephemeral" in volume:  # Kubernetes names its claim after the pod and the volume
+            yield f"{pod['metadata']['name']}-{volume['name']}"
 
 
 def _memory_remedy(pod: Pod, pool: str) -> str:

@@ -1,5 +1,6 @@
 """Builds a service's status from its plan and observations."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -225,7 +226,10 @@ def warned_objects(service: Service, observed: Observed) -> list[str]:
     lacking += [each for each in unreported_workloads(observed) if refusal_due_s(each, now) == 0]
     fetching = unstarted_fetches(observed.objects.values(), observed.fetches, now)
     pods = [pod for pod in observed.pods if is_unmounted(pod, now)]
-    objects = [*(each.live for each in lacking), *fetching, *pods]
+
+    # The caller reads the Events of a few only, so neither kind may push out the other.
+    workloads = [*(each.live for each in lacking), *fetching]
+    objects = [obj for pair in itertools.zip_longest(workloads, pods) for obj in pair if obj]
     return [str(obj["metadata"]["uid"]) for obj in objects if obj["metadata"].get("uid")]
 
 
