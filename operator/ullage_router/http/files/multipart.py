@@ -13,6 +13,8 @@ MAX_BOUNDARY = 70
 """Maximum length of a boundary (RFC 2046)."""
 MAX_PART_HEAD_BYTES = 8 << 10
 MAX_PARTS = 16
+FILENAME_CHARSETS = ("utf-8", "us-ascii", "iso-8859-1", "")
+"""Character sets of the names of files, in lower case ("" if none is given)."""
 MAX_PARAMETERS = 32
 """Maximum number of semicolons in a header.
 
@@ -169,8 +171,9 @@ def _part(head: bytes) -> PartBegan:
     if header.get_content_disposition() != "form-data" or not isinstance(name, str) or not name:
         raise malformed_form("a part has no Content-Disposition: form-data; name=...")
     filename = _parameter(header, "content-disposition", "filename")
-    if isinstance(filename, tuple) and (filename[0] or "").lower() != "utf-8":
-        raise malformed_form("the filename* of a part is not in UTF-8")
+    if isinstance(filename, tuple) and (filename[0] or "").lower() not in FILENAME_CHARSETS:
+        charsets = ", ".join(filter(None, FILENAME_CHARSETS))
+        raise malformed_form(f"the filename* of a part has another charset than {charsets}")
     return PartBegan(name, header.get_filename())
 
 
