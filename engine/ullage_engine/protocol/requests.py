@@ -156,6 +156,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache when the request first started."""
+    num_hidden: int = 0
+    """Number of steps of a beam search, whose tokens are not known before it ends."""
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -28,6 +28,11 @@ _TOKENS_OF_A_SEQUENCE = 2
 The first is the beam's token for the current step. Room for a second one keeps the sequence alive
 until the next beams have forked from it.
 """
+_PROVEN_STEPS = 2
+"""Number of steps after which a search reports that the worker has survived a decode step.
+
+Until then, the server may run the search alone, because it may have killed the last worker.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +114,20 @@ class _BeamGroup:
         self.num_steps += 1
         self.candidates = {}
 
+    def progress(self) -> list[TokenOutput]:
+        """Return an output without a token for each request, which reports the steps so far."""
+        return [
+            TokenOutput(
+                request_id=request.request_id,
+                token_ids=[],
+                finish="",
+                num_preemptions=self.num_preemptions if request is self.first else 0,
+                num_cached_tokens=self.num_cached_tokens or 0,
+                num_hidden=self.num_steps,
+            )
+            for request in self.requests
+        ]
+
     def outputs(self) -> list[TokenOutput]:
         """Return one output per request. The first request gets the best hypothesis, and so on."""
         assert len(self.state.finished) >= len(self.requests), "fewer hypotheses than requests"
@@ -170,9 +189,10 @@ class BeamSearches:
         return []
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Hide the outputs of beams, and add the final outputs of searches that have finished.
+        """Hide the outputs of beams, and add those of searches that have finished.
 
-        Outputs of requests outside beam searches are passed on.
+        A search that has survived a decode step reports so, without a token. Outputs of requests
+        outside beam searches are passed on.
         """
         if not self._by_member:
             return outputs
@@ -228,7 +248,7 @@ class BeamSearches:
             self._scheduler.fork(parents[beam.parent], child)
         self._cancel_members(sorted(extended_parents))
         self._add_members(group, [child.request_id for child in children])
-        return []
+        return group.progress() if group.num_steps == _PROVEN_STEPS else []
 
     def _add_members(self, group: _BeamGroup, members: list[str]) -> None:
         group.members = members

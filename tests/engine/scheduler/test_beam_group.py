@@ -132,12 +132,14 @@ def plain(name: str, prompt: int, max_tokens: int) -> EngineRequest:
 
 
 def run(engine: EngineCore) -> dict[str, list[TokenOutput]]:
+    """Return the outputs with tokens, or with the end, of each request."""
     said: dict[str, list[TokenOutput]] = {}
     for _ in range(2000):
         if not engine.has_work:
             return said
         for output in engine.step():
-            said.setdefault(output.request_id, []).append(output)
+            if output.token_ids or output.finish:
+                said.setdefault(output.request_id, []).append(output)
         engine.scheduler.check_integrity()
     raise AssertionError("it never ends")
 
@@ -166,6 +168,18 @@ def test_every_request_gets_its_hypothesis_in_one_piece(width: int, penalty: flo
     check(said, requests)
     assert set(said) == {request.request_id for request in requests}
     check_empty(engine)
+
+
+def test_a_search_reports_once_that_a_decode_step_was_survived() -> None:
+    """The server runs a search alone until then, if it may have killed the last worker."""
+    engine, _ = make_engine()
+    requests = beam_requests(n=2)
+    assert engine.submit_group(requests) == []
+
+    outputs = [list(engine.step()) for _ in range(3)]
+    reports = [(each.request_id, each.token_ids, each.num_hidden) for each in outputs[1]]
+    assert reports == [(request.request_id, [], 2) for request in requests]
+    assert outputs[0] == outputs[2] == []
 
 
 def test_searches_run_beside_each_other_and_beside_others() -> None:
@@ -242,7 +256,7 @@ def test_a_search_ends_when_nobody_waits_for_it() -> None:
     requests = beam_requests()
     assert engine.submit_group(requests) == []
     for _ in range(4):
-        assert engine.step() == []
+        assert not any(output.finish for output in engine.step())
     engine.cancel("s")
     engine.cancel("s#2")
     assert engine.has_work

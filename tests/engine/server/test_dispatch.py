@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.protocol.requests import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.server.dispatch import Dispatcher
 from ullage_engine.server.hang_detector import HangDetector
 from ullage_engine.server.health import EngineStatus
@@ -89,3 +89,27 @@ def test_a_request_is_not_suspected_of_a_death_before_it_was_sent(
         link.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        TokenOutput("e-1", [5, 6], ""),
+        TokenOutput("e-1", [], "", num_hidden=2),
+    ],
+    ids=["tokens", "steps of beams"],
+)
+def test_a_decode_step_that_the_worker_survives_clears_a_request(output: TokenOutput) -> None:
+    """The tokens of a beam search come at its end. All others would wait for it that long."""
+    [entry] = make_group().entries
+    entry.blame(was_alone=True)
+    entry.resume()
+    assert not entry.has_decoded
+
+    async def scenario() -> None:
+        entry.append_output(output)
+
+    asyncio.run(scenario())
+    assert entry.has_decoded
+    assert (entry.deaths, entry.lone_deaths) == (0, 0)
+    assert entry.pop_update() is None or output.token_ids
