@@ -41,6 +41,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bystanders, "MIN_STREAM_S", 0.3)
     monkeypatch.setattr(inject, "SETTLE_S", 0.0)
     monkeypatch.setattr(inject, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(marathon, "EFFECT_S", 0.0)
     monkeypatch.setattr(marathon, "PATIENCE_S", 1.0)
     monkeypatch.setattr(marathon, "PAUSE_S", (0.0, 0.1))
     monkeypatch.setattr(marathon, "RETRY_S", 0.01)

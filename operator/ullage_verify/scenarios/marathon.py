@@ -29,6 +29,8 @@ DOUBLE_EVERY = 5
 DOUBLE = "two in a row"
 COVERAGE_FAULTS = 50
 """Number of faults from which on every kind of request must have been hit."""
+EFFECT_S = 0.5
+"""Seconds within which a fault takes effect. An engine injects one a few steps after the call."""
 PATIENCE_S = 120.0
 """Seconds without recovery after which the server counts as dead."""
 POLL_S = 0.02
@@ -265,6 +267,7 @@ async def _inject(
         marathon.num_faults += 1
         first_at = first_at or hit_at
 
+    await asyncio.sleep(EFFECT_S)
     over_at = time.monotonic()
     while not marathon.has_recovered(over_at):
         if time.monotonic() > over_at + PATIENCE_S:
