@@ -101,11 +101,11 @@ def _bytes_and(special: Sequence[str]) -> LLTokenizer:
 
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocab = {letter: i for i, letter in enumerate(sorted(letters))}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([_END, *special])
-    return LLTokenizer(made.to_str(), eos_token=made.token_to_id(_END))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([_END, *special])
+    return LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id(_END))
 
 
 def subschemas(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:

@@ -590,7 +590,7 @@ def test_a_canary_that_is_refused_says_why_and_takes_no_engines_place(stored) ->
 
 
 class Unwilling(Kept):
-    """A cluster in which an admission policy lets no ConfigMap be written for now."""
+    """A cluster whose admission policy refuses all ConfigMaps for now."""
 
     def __init__(self, before: Kept) -> None:
         super().__init__()

@@ -132,6 +132,7 @@ def test_a_key_is_tried_again_after_more_failures_than_a_power_of_two_can_count(
         await queue.close()
 
     asyncio.run(scenario())
+    assert set(runs) == {"a"}
 
 
 def test_what_was_dropped_runs_no_more_though_it_missed_its_cancellation():

@@ -70,7 +70,9 @@ def environment(plan: ServicePlan, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
 def test_kubernetes_takes_every_object(make_plan: MakePlan, version: str) -> None:
-    for item in make_plan(**SPEC).apply:
+    objects = make_plan(**SPEC).apply
+    assert {"StatefulSet", "Deployment", "Service"} <= {item["kind"] for item in objects}
+    for item in objects:
         kubernetes_validate.validate(item, version, strict=True)
 
 

@@ -319,6 +319,7 @@ def test_a_sweep_that_fails_is_not_the_last(
         async with asyncio.timeout(10):
             while f"{later.id}.json" in on_disk(tmp_path):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+        assert f"{file.id}.json" not in on_disk(tmp_path)
         await store.close()
 
     asyncio.run(scenario())

@@ -78,7 +78,8 @@ def test_a_large_body_leaves_its_room_to_several() -> None:
         await settled()
         bodies.give_back(large)
         async with asyncio.timeout(WAIT_S):
-            await asyncio.gather(*waiting)
+            turns = await asyncio.gather(*waiting)
+        assert all(turns)
 
     asyncio.run(scenario())
 

@@ -84,7 +84,7 @@ class ReasoningReader:
         return True
 
     def _think(self) -> str:
-        """Take the reasoning out of the buffer as far as it is certain."""
+        """Remove the text that is certainly reasoning from the buffer, and return it."""
         match = find_mark(self._buffer, [self._form.end])
         held = 0 if match else held_back(self._buffer, [self._form.end])
         sure = match.before if match else self._buffer[: len(self._buffer) - held]
