@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.process.api_keys import entry
 from ullage_common.process.config_file import ConfigError
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_router.http.openai import endpoint
 
 if TYPE_CHECKING:
     Service = Any
@@ -302,6 +304,37 @@ def test_concurrency(start_service: "StartService", keys: Path) -> None:
             service.engine.script.pause.set()
             assert await others
             assert await chat(service, ALICE)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("prompts", ["Hi", ["Hi", "Ho"]])
+def test_a_tenant_that_reads_slowly_does_not_keep_its_place(
+    start_service: "StartService", keys: Path, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "CHARACTER_BYTES", 1)
+
+    async def scenario() -> None:
+        tenants = section(keys, defaults={"concurrency": 2})
+        async with start_service(tenants=tenants) as service:
+            service.engine.script.words = ("w" * 1_000_000,) * 32  # more than sockets hold
+            body = json.dumps({"model": "tiny", "prompt": prompts}).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            head += b"".join(f"{k}: {v}\r\n".encode() for k, v in bearer(ALICE).items())
+            head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            clients = [
+                await asyncio.open_connection("127.0.0.1", service.router.http_port)
+                for _ in range(2)
+            ]
+            for reader, writer in clients:
+                writer.write(head + body)
+                assert b" 200 " in await reader.readline()
+
+            service.engine.script.words = ("w",)
+            assert await chat(service, ALICE)
+            for reader, writer in clients:
+                assert len(await reader.read()) > 32_000_000
+                writer.close()
 
     asyncio.run(scenario())
 

@@ -548,7 +548,13 @@ class GenerateEndpoint:
                 if call.is_streamed:
                     await _stream(stream, answer, writer, kept if parsed.keeps_logprobs else None)
                 else:
-                    await _whole(stream, answer, writer, kept, is_long=_is_long(call, parsed.style))
+                    finished = await _collect(stream, answer, kept)
+
+            # A slow client must not keep its tenant's place while it reads a complete answer.
+            if not call.is_streamed:
+                body = functools.partial(answer.whole, stream.accepted)
+                is_long = _is_long(call, parsed.style)
+                await writer.whole(body, resumed_headers(finished), is_long=is_long)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
             # A variable for the refusal would be a reference cycle, since the error has this frame.
@@ -577,8 +583,12 @@ class GenerateEndpoint:
                 if call.is_streamed:
                     await _stream_many(stream, form, answer, writer)
                 else:
-                    is_long = _is_long(call, style)
-                    await _whole_many(stream, form, answer, writer, kept, is_long=is_long)
+                    finished = await _collect_many(stream, form, answer, kept)
+
+            if not call.is_streamed:
+                body = functools.partial(answer.whole, _NOT_ONE)
+                is_long = _is_long(call, style)
+                await writer.whole(body, resumed_headers(finished), is_long=is_long)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
             await writer.error(as_service_error(error, call.record))
@@ -646,18 +656,17 @@ def _written(answer: Callable[[], JSON]) -> bytes:
     return _encode(answer())
 
 
-async def _whole(
-    stream: ResponseStream, answer: Answer, writer: Writer, kept: KeptMemory, *, is_long: bool
-) -> None:
+async def _collect(
+    stream: ResponseStream, answer: Answer, kept: KeptMemory
+) -> inference_pb2.Finished:
+    """Collect a complete answer, and return its last event."""
     finished = inference_pb2.Finished()
     async for event in stream.events():
         kept.take(event)
         answer.collect(event)
         if event.HasField("finished"):
             finished = event.finished
-
-    body = functools.partial(answer.whole, stream.accepted)
-    await writer.whole(body, resumed_headers(finished), is_long=is_long)
+    return finished
 
 
 async def _stream_many(
@@ -672,15 +681,10 @@ async def _stream_many(
     await writer.end_stream()
 
 
-async def _whole_many(
-    stream: ManyPrompts,
-    form: CompletionFormat,
-    answer: Answer,
-    writer: Writer,
-    kept: KeptMemory,
-    *,
-    is_long: bool,
-) -> None:
+async def _collect_many(
+    stream: ManyPrompts, form: CompletionFormat, answer: Answer, kept: KeptMemory
+) -> inference_pb2.Finished:
+    """Collect the complete answers to many prompts, and return the last event."""
     finished = inference_pb2.Finished()
     async for event in stream.events():
         if isinstance(event, Begun):
@@ -690,8 +694,7 @@ async def _whole_many(
         answer.collect(event)
         if event.HasField("finished"):
             finished = event.finished
-    body = functools.partial(answer.whole, _NOT_ONE)
-    await writer.whole(body, resumed_headers(finished), is_long=is_long)
+    return finished
 
 
 def sampling_defaults(model: Model) -> dict[str, float]:
