@@ -410,7 +410,8 @@ class FileStore:
             if not self.catalog.has_expired(file, self._clock()):
                 continue  # another sweep or a client removed it meanwhile
             self.catalog.remove(file.id)
-            with contextlib.suppress(ServiceError):  # it is logged, and the next sweep tries again
+            # A removal that fails is logged, and the next sweep tries again.
+            with failures_logged("remove an expired file"), contextlib.suppress(ServiceError):
                 await asyncio.shield(asyncio.create_task(self._remove(file)))
 
     def as_json(self) -> dict[str, object]:
@@ -437,6 +438,9 @@ class FileStore:
             self.catalog.restore(file)
             log.error("a file was not removed", extra={"file": file.id, "reason": str(error)})
             raise file_store_failed(error) from error
+        except Exception:
+            self.catalog.restore(file)
+            raise
 
     async def _maintain(self) -> None:
         while True:
