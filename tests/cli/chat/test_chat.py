@@ -257,7 +257,9 @@ def test_a_chat_in_a_terminal(server: Server, tmp_path: Path) -> None:
 def test_ctrl_c_stops_an_answer_and_not_the_chat(server: Server, tmp_path: Path) -> None:
     terminal = Terminal(["chat", server.url], tmp_path)
     terminal.wait_for(">>> ")
-    terminal.send("\x03")  # at the prompt, it starts a new line
+    # At the prompt, Ctrl-C starts a new line. Python sees a signal that comes just before it waits
+    # for the terminal at the next key only, so that Return follows.
+    terminal.send("\x03\n")
     terminal.wait_for(">>> ")
 
     server.may_end.clear()

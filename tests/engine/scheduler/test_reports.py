@@ -1,5 +1,6 @@
 """What reports of the scheduler's state cost, and that what is counted is what is there."""
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -44,11 +45,13 @@ def num_calls(action: Callable[[], object]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.disable()  # the collector calls finalizers of other objects when it likes
     sys.setprofile(on_event)
     try:
         action()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
