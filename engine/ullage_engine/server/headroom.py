@@ -79,6 +79,7 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
             draining=engine_status.draining,
             health=engine_status.health,
             worker_restarts=engine_status.worker_restarts,
+            worker_start_s=engine_status.worker_start_s,
             headroom_bytes=engine_status.headroom_bytes,
             max_sequences=self._config.batching.max_sequences,
             batch_share=1.0,

@@ -476,9 +476,11 @@ class WorkerSupervisor:
 
         worker.ready_at = time.monotonic()
         self._num_unproven = 0
+        start_s = worker.ready_at - worker.started_at
+        self._expect_start(start_s)
         extra = {
             "stage": "ready",
-            "seconds": round(worker.ready_at - worker.started_at, 3),
+            "seconds": round(start_s, 3),
             "resumed_requests": self._dispatcher.num_open,
         }
         log.info("worker ready", extra=extra)
@@ -493,6 +495,16 @@ class WorkerSupervisor:
         for addition in self._adapters():
             worker.link.post(addition)
         self._dispatcher.send_waiting(worker)
+
+    def _expect_start(self, start_s: float) -> None:
+        """Let routers know how long a replacement of the worker would take.
+
+        The first worker of a fork server waits for imports that later ones inherit, so its time
+        says nothing about theirs.
+        """
+        is_first = self._engine_status.ready is None
+        if self._fork_server is None or not is_first:
+            self._engine_status.worker_start_s = start_s
 
     def _compare_fingerprints(self, before: Fingerprint, now: Fingerprint) -> None:
         """Compare the new worker's fingerprint with the previous worker's.

@@ -39,7 +39,8 @@ HOPELESS_AFTER_S = 10 * HEARTBEAT_S
 MOVE_AFTER_S = 2.0
 """Seconds without a worker after which an engine's answers move to another engine.
 
-A worker of the native engine is usually back by then, and continues its answers itself.
+A worker of the native engine on a CPU is usually back by then, and continues its answers itself.
+Answers of an engine whose workers need longer to start move at once.
 """
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
@@ -324,8 +325,10 @@ class Engine:
 
         An engine resumes its answers itself when its next worker is ready.
         """
+        start_s = self.headroom.worker_start_s if self.headroom else 0.0
+        patience_s = 0.0 if start_s > MOVE_AFTER_S else MOVE_AFTER_S
         lost_s = time.monotonic() - self._worker_lost_at
-        is_late = lost_s > MOVE_AFTER_S and self._owner.has_equal(self)
+        is_late = lost_s >= patience_s and self._owner.has_equal(self)
         return recovering_engine(self.id, lost_s) if is_late else None
 
     @property
@@ -609,9 +612,10 @@ class Engine:
         if self.order.workers_lost > workers_lost:
             self.lost_unix = time.time()
 
+        has_lost_worker = not headroom.ready and bool(self.headroom and self.headroom.ready)
         if headroom.ready:
             self._worker_lost_at = math.inf
-        elif self.headroom and self.headroom.ready:
+        elif has_lost_worker:
             self._worker_lost_at = time.monotonic()
 
         self.headroom = headroom
@@ -627,6 +631,8 @@ class Engine:
         self._on_state_change()
         self._on_load_change()
         self._owner.on_change()
+        if has_lost_worker:
+            self.watchdog.check()
 
         if headroom.adapters or self._reported_adapters is not None:
             self._on_adapters(list(headroom.adapters))

@@ -292,6 +292,12 @@ class StreamWatchdog:
         self._patient.discard(stream)
         self._impatient.discard(stream)
 
+    def check(self) -> None:
+        """End the streams that should move now."""
+        with failures_logged("end streams of a lost engine"):
+            _end_all(self._patient, self._loss)
+            _end_all(self._impatient, lambda: self._loss() or self._delay())
+
     def _arm(self) -> None:
         if self._check_at is None:
             loop = asyncio.get_running_loop()
@@ -303,9 +309,7 @@ class StreamWatchdog:
         now = asyncio.get_running_loop().time()
         # If this process itself was paused, the reports of that time are not yet read.
         if now - planned <= CHECK_INTERVAL_S:
-            with failures_logged("end streams of a lost engine"):
-                _end_all(self._patient, self._loss)
-                _end_all(self._impatient, lambda: self._loss() or self._delay())
+            self.check()
         if self._patient or self._impatient:
             self._arm()
 

@@ -444,6 +444,7 @@ def _engine_json(engine: Engine) -> dict[str, object]:
         "requests_running": report.requests_running,
         "requests_waiting": report.requests_waiting,
         "worker_restarts": report.worker_restarts,
+        "worker_start_s": round(report.worker_start_s, 3),
         "expected_output_tokens": report.expected_output_tokens,
         "decode_tokens_per_second": round(report.decode_tokens_per_second, 2),
         "ledger": [

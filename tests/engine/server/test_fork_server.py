@@ -72,6 +72,21 @@ def test_workers_are_forked_from_one_process(serve: Serve, fake: ModuleType) -> 
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("has_fork_server", [False, True])
+def test_an_engine_reports_how_long_its_next_worker_needs(
+    serve: Serve, has_fork_server: bool
+) -> None:
+    async def scenario() -> None:
+        async with serve(fork_server=fork_server() if has_fork_server else ()) as engine:
+            # The first worker of a fork server waits for imports that later ones inherit.
+            assert ((await engine.state()).worker_start_s == 0.0) == has_fork_server
+            await engine.admin.InjectFault(KILL)
+            await engine.until(lambda state: state.worker_restarts == 1 and state.ready)
+            assert 0.0 < (await engine.state()).worker_start_s < 60.0
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_fork_server_that_is_lost_is_started_again(
     serve: Serve, fake: ModuleType, number: signal.Signals

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ullage_router.engines import discovery, engines
+from ullage_router.engines import discovery, engines, flow_control
 from ullage_router.engines.engine import MOVE_AFTER_S
 from ullage_router.engines.flow_control import CHECK_INTERVAL_S
 
@@ -104,6 +104,29 @@ def test_an_answer_leaves_an_engine_whose_worker_stays_away(start_service: "Star
             lost.push(ready=True)
             breakers = [each["breaker"] for each in (await service.stats())["engines"]]
             assert {each["state"] for each in breakers} == {"closed"}
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_does_not_wait_for_a_worker_that_starts_slowly(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_control, "CHECK_INTERVAL_S", 60.0)
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            for engine in service.engines:
+                engine.set_facts(dtype="float32")
+                engine.script.pause = asyncio.Event()
+            task = asyncio.ensure_future(service.complete())
+            await service.until(lambda: any(engine.requests for engine in service.engines))
+            lost, other = sorted(service.engines, key=lambda e: not e.requests)
+            other.script.pause = None
+            lost.push(ready=False, worker_start_s=MOVE_AFTER_S + 1.0)
+
+            answer = await asyncio.wait_for(task, PATIENCE_S)
+            assert answer.json()["choices"][0]["text"] == "".join(lost.script.words)
+            assert answer.headers["x-ullage-resumed-on"] == other.headroom.engine
 
     asyncio.run(scenario())
 
