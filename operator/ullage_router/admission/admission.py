@@ -20,6 +20,7 @@ from ullage_common.config.router import RouterConfig, large_pool
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.wire.continuation import Progress
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.limits import MAX_PRIORITY
 from ullage_common.wire.request_fields import client_names
 from ullage_router.admission.load_balancer import NO_PREFERENCE, LoadBalancer, Preferred
 from ullage_router.admission.prefill_window import PrefillWindow, Reservation
@@ -89,6 +90,17 @@ class AdmissionRequest:
 
     def __post_init__(self) -> None:
         self.prompt = self.call.prompt
+
+    @property
+    def priority(self) -> int:
+        """The request's priority in the queue.
+
+        An answer that lost its engine comes before all requests that have not started yet, because
+        its client watches it stand still.
+        """
+        if self.progress.is_accepted:
+            return MAX_PRIORITY + 1
+        return self.call.request.priority
 
     def leave_queue(self) -> None:
         """Remove the request from the queue if it is queued."""
@@ -202,7 +214,7 @@ class Admission:
             waiting = queue.lengths()
             if not request.is_trial:
                 adapter = self._rare_adapter(call)
-                ahead = queue.ahead(call.request.priority, entry, adapter)
+                ahead = queue.ahead(request.priority, entry, adapter)
                 passable = queue.passable(entry, adapter)
                 claimed = self._engines.claimed(queue.claims(entry, adapter))
 
@@ -221,11 +233,11 @@ class Admission:
             waiting=waiting,
             limits=self._limits(request),
             preferred=request.preferred.engine,
-            deferrals=self._seen_by(call) if self._deferrals else NOBODY,
+            deferrals=self._seen_by(request) if self._deferrals else NOBODY,
             draw=random.getrandbits(30),
         )
 
-    def _seen_by(self, call: Call) -> Deferrals:
+    def _seen_by(self, request: AdmissionRequest) -> Deferrals:
         """Return what this request must know about recently refused requests.
 
         The result tells how much memory to leave for retries that take precedence over this
@@ -236,10 +248,8 @@ class Admission:
         now = time.monotonic()
         self._deferrals.expire(now)
 
-        tenant = call.tenant
-        return Deferrals(
-            self._deferrals, now, tenant.name, tenant.rules.weight, call.request.priority
-        )
+        tenant = request.call.tenant
+        return Deferrals(self._deferrals, now, tenant.name, tenant.rules.weight, request.priority)
 
     def _rare_adapter(self, call: Call) -> str:
         """Return the request's adapter if some engines lack it, or an empty string otherwise.
@@ -261,7 +271,7 @@ class Admission:
         now = time.monotonic()
         deadline = request.call.deadline
         if request.progress.is_accepted:
-            return TimeLimits(first_token_s=deadline.first_token_at - now)
+            return TimeLimits(first_token_s=deadline.first_token_at - now, may_delay_others=True)
         return TimeLimits(
             self._slo.ttft_p95,
             self._slo.e2e_p95,
@@ -512,7 +522,7 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
         arrival=call.record.arrived,
         deadline=call.deadline.first_token_at,
         prompt_bytes=request.prompt.memory_bytes,
-        priority=call.request.priority,
+        priority=request.priority,
         tenant=call.tenant.name,
         weight=call.tenant.rules.weight,
         is_charged=bool(request.refused_by),

@@ -167,6 +167,8 @@ class TimeLimits(msgspec.Struct, frozen=True):
     """Seconds from now until the first token must have arrived."""
     end_s: float = math.inf
     """Seconds from now until the last token must have arrived."""
+    may_delay_others: bool = False
+    """Whether the request may make running requests late, as an answer that lost its engine may."""
 
 
 class RequestFacts(msgspec.Struct, frozen=True):

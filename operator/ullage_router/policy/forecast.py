@@ -14,7 +14,8 @@ may always take a request.
 
 Each admitted request sets a cap on the engine's step time, beyond which the request would be late.
 A new request is not sent to an engine if it would push the step time above any running request's
-cap.
+cap. An answer that has lost its engine is sent there all the same: its client watches it stand
+still, while the others only become slower.
 """
 
 import math
@@ -57,8 +58,8 @@ def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits)
     if engine.max_sequences and engine.load >= engine.max_sequences:
         wait_s = max(wait_s, _nth_release_s(engine, engine.load - engine.max_sequences + 1))
     step_s = engine.step_s(engine.load + 1)
-    if step_s > engine.step_limit_s:
-        return False  # it would make the running requests late
+    if step_s > engine.step_limit_s and not limits.may_delay_others:
+        return False
 
     # Nearly every request passes here, without the work of `_slack_s`.
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
@@ -133,7 +134,7 @@ def turn_s(
     turns: list[float | None] = []
 
     for engine in probed:
-        for after_s, load in _probes(engine, needed + size, number):
+        for after_s, load in _probes(engine, needed + size, number, limits):
             wait_s = max(after_s, engine.backlog_s) - (after_s if comes_back else 0.0)
             if _slack_s(engine, load, wait_s, prompt, output, limits) >= 0.0:
                 turns.append(after_s)
@@ -144,7 +145,9 @@ def turn_s(
     return min((turn for turn in turns if turn is not None), default=None)
 
 
-def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:
+def _probes(
+    engine: EngineView, needed: int, ahead: int, limits: TimeLimits
+) -> Iterator[tuple[float, int]]:
     """Yield future times at which the engine could take the request, with the load at each time.
 
     At these times, the engine has enough memory and a free place in its batch. Each item is a pair
@@ -163,7 +166,7 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
         count = number
 
         load = max(1, engine.load + 1 + ahead - number)
-        if available >= needed and _has_place(engine, load):
+        if available >= needed and _has_place(engine, load, limits):
             yield releases[number - 1].after_s, load
 
     released = sum(release.size for release in releases)
@@ -177,17 +180,18 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
     last_s = releases[-1].after_s
     later_s = (number - len(releases)) * max(last_s, LEAST_SPAN_S) / len(releases)
     load = max(1, engine.load + 1 + ahead - number)
-    if _has_place(engine, load):
+    if _has_place(engine, load, limits):
         yield max(release_s(engine.available, releases, needed), last_s + later_s), load
 
 
-def _has_place(engine: EngineView, load: int) -> bool:
+def _has_place(engine: EngineView, load: int, limits: TimeLimits) -> bool:
     """Return whether the engine has room in its batch for this load, at an acceptable step time.
 
-    The step time is acceptable if it makes no running request late.
+    The step time is acceptable if it makes no running request late, or if the request may do so.
     """
     is_full = bool(engine.max_sequences) and load > engine.max_sequences
-    return not is_full and engine.step_s(load) <= engine.step_limit_s
+    is_slow = engine.step_s(load) > engine.step_limit_s
+    return not is_full and (limits.may_delay_others or not is_slow)
 
 
 def _slack_s(

@@ -262,6 +262,38 @@ def test_a_stream_is_held_until_an_engine_is_there(start_service: StartService) 
     asyncio.run(scenario())
 
 
+def test_an_answer_goes_on_before_requests_that_have_not_begun(start_service: StartService) -> None:
+    """Its client watches it stand still. The queue is full of others, and one of them leaves."""
+
+    async def scenario() -> None:
+        routing = {"ladder": ["queue", "reject"], "queue": {"max_requests": 2, "timeout": 60.0}}
+        async with start_service(single=(100, 100), routing=routing) as service:
+            script(service, pause=asyncio.Event())
+            task = asyncio.ensure_future(service.complete())
+            lost = await first_word(service)
+            left = other(service, lost)
+            for engine in service.engines:
+                engine.push(headroom_bytes=0)
+            known = service.router.service.engines.all
+            await service.until(lambda: not any(e.headroom.headroom_bytes for e in known()))
+
+            queue = service.router.service.queue
+            new = [asyncio.ensure_future(service.complete(f"New {i}")) for i in range(2)]
+            await service.until(lambda: len(queue) == 2)
+            script(service)
+            await lost.stop()
+            done, _ = await asyncio.wait(new, return_when=asyncio.FIRST_COMPLETED)
+            assert [each.result().status_code for each in done] == [429]
+
+            left.push(headroom_bytes=100 * BLOCK_BYTES)
+            assert (await task).json()["choices"][0]["text"] == TEXT
+            assert left.requests[0].HasField("continuation")
+            answers = await asyncio.gather(*new)
+            assert sorted(each.status_code for each in answers) == [200, 429]
+
+    asyncio.run(scenario())
+
+
 def test_a_held_answer_ends_with_its_time_and_keeps_its_text(start_service: StartService) -> None:
     """One that is known only at its end has none yet: that is an error."""
 

@@ -174,6 +174,15 @@ def test_nobody_is_made_late_by_others() -> None:
     assert step_limit_s(engine(0), 100, 90, TimeLimits()) == math.inf
 
 
+def test_an_answer_that_lost_its_engine_does_not_stand_still_for_others() -> None:
+    lost = TimeLimits(may_delay_others=True)
+    crowded = engine(3, step_limit_s=0.1, releases=(Release(1.0, BLOCK),))
+    assert is_on_time(crowded, 10, 5, lost)
+    full = replace(crowded, max_sequences=3)
+    assert turn_s([full], 10, 5, BLOCK, (0, 0), lost) == 1.0
+    assert turn_s([full], 10, 5, BLOCK, (0, 0), TimeLimits()) == math.inf
+
+
 def test_the_strictest_request_in_flight_counts() -> None:
     book = CreditBook()
     strict = book.reserve(1, 1, 0.1)
