@@ -188,8 +188,8 @@ def table(result: Mapping[str, Any]) -> str:
 def main() -> int:
     parser = new_parser("settings", __doc__)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--short", type=int, default=64, help="prompts of each short phase")
-    parser.add_argument("--long", type=int, default=6, help="prompts of the long phase")
+    parser.add_argument("--short", type=int, default=48, help="prompts of each short phase")
+    parser.add_argument("--long", type=int, default=2, help="prompts of the long phase")
     parser.add_argument("--only", help="names of settings, separated by commas")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     options = parser.parse_args()
