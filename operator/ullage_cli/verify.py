@@ -88,8 +88,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--minutes",
         type=minutes,
-        default=2.0,
-        help="duration of the soak, which is twice that of the shift (2)",
+        default=1.0,
+        help="duration of the soak, and of the shift (1)",
     )
     parser.add_argument(
         "--ttft",

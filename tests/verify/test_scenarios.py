@@ -197,7 +197,7 @@ def test_soak(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
     ],
 )
 def test_shift(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
-    assert name in failed(checked(probed(scenario("shift", minutes=0.1), **behaviour)))
+    assert name in failed(checked(probed(scenario("shift", minutes=0.05), **behaviour)))
 
 
 def faulty(fault: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -16,8 +16,8 @@ DEFAULT_GAP_S = 30.0
 class ScenarioSettings:
     """Options of a run from the command line, shared by all scenarios."""
 
-    minutes: float = 2.0
-    """Duration of the soak scenario in minutes. The shift scenario takes half as long."""
+    minutes: float = 1.0
+    """Duration of the soak scenario and of the shift scenario, in minutes each."""
     large_tokens: int | None = None
     """Prompt size, in tokens, above which Ullage routes a request to the large pool.
 

@@ -14,7 +14,7 @@ NUM_CLIENTS = 4
 SHORT_TOKENS = 100
 LONG_TOKENS = 8_000
 ANSWER_TOKENS = 32
-PHASE_SHARE = 1 / 6
+PHASE_SHARE = 1 / 3
 """Duration of each phase, as a fraction of `ScenarioSettings.minutes`."""
 MIN_SPEED_SHARE = 0.9
 """Minimum speed with short prompts after the long ones, as a fraction of that before them."""
