@@ -96,7 +96,7 @@ class EngineStatus:
         self.worker_restarts = 0
         """Number of workers that exited unexpectedly."""
         self.worker_start_s = 0.0
-        """Seconds that the next worker is expected to need until it serves, or 0 if unknown."""
+        """Expected start time of the next worker, in seconds, or 0 if unknown."""
         self.live = True
         """Whether starting another worker may help. If not, only a new pod can help."""
         self.not_ready_reason = ""

@@ -497,14 +497,16 @@ class WorkerSupervisor:
         self._dispatcher.send_waiting(worker)
 
     def _expect_start(self, start_s: float) -> None:
-        """Let routers know how long a replacement of the worker would take.
+        """Record how long the next worker's start is expected to take.
 
-        The first worker of a fork server waits for imports that later ones inherit, so its time
-        says nothing about theirs.
+        The first worker of a fork server waits for imports that later workers inherit. So with a
+        fork server, the shortest start after the first one counts.
         """
-        is_first = self._engine_status.ready is None
-        if self._fork_server is None or not is_first:
+        if self._fork_server is None:
             self._engine_status.worker_start_s = start_s
+        elif self._engine_status.ready is not None:
+            shortest_s = self._engine_status.worker_start_s or start_s
+            self._engine_status.worker_start_s = min(shortest_s, start_s)
 
     def _compare_fingerprints(self, before: Fingerprint, now: Fingerprint) -> None:
         """Compare the new worker's fingerprint with the previous worker's.

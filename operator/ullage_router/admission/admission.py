@@ -40,6 +40,7 @@ from ullage_router.policy.facts import (
     Side,
     TimeLimits,
 )
+from ullage_router.policy.fair_queue import RESUMED
 from ullage_router.policy.next_step import NextStep, Refuse, Run, ShrinkContext, Wait
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.prompts.threads import TokenizerThreads
@@ -92,15 +93,18 @@ class AdmissionRequest:
         self.prompt = self.call.prompt
 
     @property
-    def priority(self) -> int:
-        """The request's priority in the queue.
+    def is_resumed(self) -> bool:
+        """Whether the request is an answer that lost its engine, and for which a client waits.
 
-        An answer that lost its engine comes before all requests that have not started yet, because
-        its client watches it stand still.
+        Such an answer goes on before requests that have not started yet. Requests of the lowest
+        priority, such as the lines of batches, give way to all others even then.
         """
-        if self.progress.is_accepted:
-            return MAX_PRIORITY + 1
-        return self.call.request.priority
+        return self.progress.is_accepted and self.call.request.priority > -MAX_PRIORITY
+
+    @property
+    def priority(self) -> int:
+        """The request's priority in the queue."""
+        return RESUMED if self.is_resumed else self.call.request.priority
 
     def leave_queue(self) -> None:
         """Remove the request from the queue if it is queued."""
@@ -211,12 +215,13 @@ class Admission:
         ahead = waiting = passable = claimed = EMPTY
         refused_by = self._still_refusing(request) if request.refused_by else frozenset()
         if len(queue):  # usually nobody waits
-            waiting = queue.lengths()
+            waiting = queue.lengths(RESUMED if request.is_resumed else None)
             if not request.is_trial:
                 adapter = self._rare_adapter(call)
-                ahead = queue.ahead(request.priority, entry, adapter)
-                passable = queue.passable(entry, adapter)
-                claimed = self._engines.claimed(queue.claims(entry, adapter))
+                priority = request.priority
+                ahead = queue.ahead(priority, entry, adapter)
+                passable = queue.passable(entry, adapter, priority)
+                claimed = self._engines.claimed(queue.claims(entry, adapter, priority))
 
         return RequestFacts(
             prompt_tokens=len(prompt.token_ids) + received,
@@ -271,7 +276,9 @@ class Admission:
         now = time.monotonic()
         deadline = request.call.deadline
         if request.progress.is_accepted:
-            return TimeLimits(first_token_s=deadline.first_token_at - now, may_delay_others=True)
+            return TimeLimits(
+                first_token_s=deadline.first_token_at - now, may_delay_others=request.is_resumed
+            )
         return TimeLimits(
             self._slo.ttft_p95,
             self._slo.e2e_p95,
@@ -350,7 +357,7 @@ class Admission:
         available = engine.available
 
         if len(self._queue) and not request.is_trial:
-            self._queue.on_passed(run.pool, request.entry, engine.adapters)
+            self._queue.on_passed(run.pool, request.entry, engine.adapters, request.priority)
         if request.entry and run.pool == request.entry.pool:
             request.entry.serve()
 
@@ -476,7 +483,8 @@ class Admission:
             available_bytes=refuse.available if demand else None,
         )
         _log_decision(request, logging.WARNING if refuse.kind == "unavailable" else logging.INFO)
-        if refuse.kind == "busy" and not call.hands_on:
+        # A resumed answer is tried again in any case. No client returns for it.
+        if refuse.kind == "busy" and not (call.hands_on or request.progress.is_accepted):
             self._defer(call, refuse)
         return refusal(refuse)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from ullage_common.config.router import QueueSection
 from ullage_router.admission.queue_bounds import QueueBounds
-from ullage_router.policy.fair_queue import FairEntry, FairQueue
+from ullage_router.policy.fair_queue import RESUMED, FairEntry, FairQueue
 
 LOOKED_AHEAD = 16
 """Maximum number of requests at the front of a subqueue that are considered for backfill."""
@@ -190,7 +190,8 @@ class RequestQueue:
 
         A subqueue counts only if its requests can run on every engine that this request could use.
         Pools in which this request is next are omitted. Requests with the same priority all count
-        as earlier, because each arrival may change their order.
+        as earlier, because each arrival may change their order. An answer that lost its engine
+        (priority RESUMED) has only others of its kind ahead.
 
         Args:
             priority: the request's priority.
@@ -198,7 +199,7 @@ class RequestQueue:
             adapter: the adapter that the request needs if some engines lack it (empty otherwise).
         """
         result: dict[str, int] = {}
-        for head in self._heads_before(entry, adapter):
+        for head in self._heads_before(priority, entry, adapter):
             is_here = entry is not None and entry.line == head.line and not entry.is_evicted
             own = entry.place.size if entry and is_here else 0
             size = self._lines[head.line].size_from(priority) - own
@@ -211,7 +212,9 @@ class RequestQueue:
         place = line.head if line else None
         return self._entries[place.number] if place else None
 
-    def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[LineKey, int]:
+    def claims(
+        self, entry: QueueEntry | None = None, adapter: str = "", priority: int = 0
+    ) -> Mapping[LineKey, int]:
         """Return the bytes to leave free for earlier requests with other adapters, by subqueue.
 
         Only the first request (the head) of each subqueue counts, and only if it comes before this
@@ -221,10 +224,12 @@ class RequestQueue:
         keys = [key for key in self._lines if key[1] not in ("", adapter)]
         return {
             head.line: 0 if self._is_full(head) else head.place.size
-            for head in self._heads(entry, keys)
+            for head in self._heads(priority, entry, keys)
         }
 
-    def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
+    def passable(
+        self, entry: QueueEntry | None = None, adapter: str = "", priority: int = 0
+    ) -> Mapping[str, int]:
         """Return the size of the smallest head that the request may overtake, in KV bytes by pool.
 
         Overtaking the head of a subqueue is called backfill. The pools are the same as in `ahead`,
@@ -232,14 +237,18 @@ class RequestQueue:
         """
         sizes: dict[str, int] = {}
         full = set()
-        for head in self._heads_before(entry, adapter):
+        for head in self._heads_before(priority, entry, adapter):
             sizes[head.pool] = min(head.place.size, sizes.get(head.pool, head.place.size))
             if self._is_full(head):
                 full.add(head.pool)
         return {pool: size for pool, size in sizes.items() if pool not in full}
 
     def on_passed(
-        self, pool: str, entry: QueueEntry | None, adapters: Collection[str] = ()
+        self,
+        pool: str,
+        entry: QueueEntry | None,
+        adapters: Collection[str] = (),
+        priority: int = 0,
     ) -> None:
         """Record which subqueue heads are overtaken when a request gets memory on an engine.
 
@@ -247,10 +256,11 @@ class RequestQueue:
             pool: the engine's pool.
             entry: the request's place, or None if the request never waited.
             adapters: the engine's adapters.
+            priority: the request's priority.
         """
         names = ("", *adapters)
         keys = [key for key in self._lines if key[0] == pool and key[1] in names]
-        passed = list(self._heads(entry, keys))
+        passed = list(self._heads(priority, entry, keys))
         for head in passed:
             head.num_passed += 1
         self.passed += bool(passed)
@@ -259,25 +269,34 @@ class RequestQueue:
         """Return whether a head has been overtaken so often that it must not be overtaken again."""
         return head.num_passed >= self._section.backfill
 
-    def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
+    def _heads_before(
+        self, priority: int, entry: QueueEntry | None, adapter: str
+    ) -> Iterator[QueueEntry]:
         """Yield the heads that come before a request and compete with it for every engine.
 
         Such a head can run on every engine that the request could use.
         """
-        return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
+        keys = [key for key in self._lines if key[1] in ("", adapter)]
+        return self._heads(priority, entry, keys)
 
-    def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
-        """Yield the heads of the given subqueues that precede an entry.
+    def _heads(
+        self, priority: int, entry: QueueEntry | None, keys: Iterable[LineKey]
+    ) -> Iterator[QueueEntry]:
+        """Yield the heads of the given subqueues that precede a request.
 
         Heads are ordered only within a pool. A head in another pool therefore always counts as
-        preceding the entry.
+        preceding the request, unless that is an answer that lost its engine.
 
         Args:
-            entry: a request's entry, or None if the request is not queued and therefore comes last.
+            priority: the request's priority.
+            entry: the request's entry, or None if the request is not queued and therefore comes
+                after all requests that are, or after all of its priority if that is RESUMED.
             keys: the keys of the subqueues.
         """
         for key in keys:
             if (head := self.head(key)) is None:
+                continue
+            if priority >= RESUMED > head.place.priority:
                 continue
             if entry is None or head.pool != entry.pool or key == entry.line:
                 is_before = head is not entry
@@ -298,11 +317,12 @@ class RequestQueue:
                 if place is not head.place and place.size <= available:
                     self._entries[place.number].wake()
 
-    def lengths(self) -> Mapping[str, int]:
-        """Return the number of waiting requests by pool."""
+    def lengths(self, priority: int | None = None) -> Mapping[str, int]:
+        """Return the number of waiting requests by pool, or of those of at least a priority."""
         result: dict[str, int] = {}
         for (pool, _), line in self._lines.items():
-            result[pool] = result.get(pool, 0) + len(line)
+            length = len(line) if priority is None else line.len_from(priority)
+            result[pool] = result.get(pool, 0) + length
         return result
 
     def waits(self) -> Mapping[str, tuple[int, int, float]]:

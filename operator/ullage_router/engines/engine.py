@@ -42,6 +42,8 @@ MOVE_AFTER_S = 2.0
 A worker of the native engine on a CPU is usually back by then, and continues its answers itself.
 Answers of an engine whose workers need longer to start move at once.
 """
+SETTLE_S = 0.05
+"""Seconds after the report of a lost worker at which the engine's answers may move."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 """Maximum seconds between two attempts to reopen an engine's report stream."""
@@ -632,7 +634,8 @@ class Engine:
         self._on_load_change()
         self._owner.on_change()
         if has_lost_worker:
-            self.watchdog.check()
+            # A router that was paused may have the report of the next worker already.
+            asyncio.get_running_loop().call_later(SETTLE_S, self.watchdog.check)
 
         if headroom.adapters or self._reported_adapters is not None:
             self._on_adapters(list(headroom.adapters))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 from ullage_common.config.router import FilesSection
-from ullage_common.wire.errors import ServiceError
 from ullage_router.background import failures_logged
 from ullage_router.errors import (
     file_store_closed,
@@ -410,8 +409,7 @@ class FileStore:
             if not self.catalog.has_expired(file, self._clock()):
                 continue  # another sweep or a client removed it meanwhile
             self.catalog.remove(file.id)
-            # A removal that fails is logged, and the next sweep tries again.
-            with failures_logged("remove an expired file"), contextlib.suppress(ServiceError):
+            with contextlib.suppress(Exception):  # it is logged, and the next sweep tries again
                 await asyncio.shield(asyncio.create_task(self._remove(file)))
 
     def as_json(self) -> dict[str, object]:
@@ -440,6 +438,7 @@ class FileStore:
             raise file_store_failed(error) from error
         except Exception:
             self.catalog.restore(file)
+            log.exception("a file was not removed", extra={"file": file.id})
             raise
 
     async def _maintain(self) -> None:

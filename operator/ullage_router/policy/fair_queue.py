@@ -4,7 +4,8 @@ Three rules apply, from the outermost to the innermost.
 
  * Priority: each priority has its own queue. The first requests of these queues are compared, and
    the one with the largest `priority * aging - arrival` is served first. A long wait makes up for a
-   low priority, so no priority starves.
+   low priority, so no priority starves. Only RESUMED comes before all others, however long they
+   wait.
  * Fairness: within a priority, tenants share the served bytes in proportion to their weights, by
    start-time fair queueing (Goyal, Vin and Cheng, 1996). Each tenant has a tag, its virtual start
    time, which grows by cost / weight with each request served. The tenant with the smallest tag is
@@ -14,11 +15,16 @@ Three rules apply, from the outermost to the innermost.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sortedcontainers import SortedList
 
+from ullage_common.wire.limits import MAX_PRIORITY
+
+RESUMED = MAX_PRIORITY + 1
+"""Priority of answers that lost their engine. No client can ask for it."""
 MAX_LEAD_S = 1.0
 """Maximum number of seconds by which a request may overtake its tenant's earlier requests."""
 
@@ -81,6 +87,7 @@ class _Level:
     def __init__(self) -> None:
         self.size = 0
         """Total bytes that this level's requests are waiting for."""
+        self.num_entries = 0
         self._now = 0.0
         """Virtual time: the tag of the tenant that was served last."""
         self._flows: dict[str, _Flow] = {}
@@ -111,12 +118,14 @@ class _Level:
             self._order.add((flow.tag, flow.number, entry.tenant))
         flow.entries.add((entry.due, entry.number, entry))
         self.size += entry.size
+        self.num_entries += 1
 
     def remove(self, entry: FairEntry) -> None:
         """Remove a request without charging its tenant."""
         flow = self._flows[entry.tenant]
         flow.entries.remove((entry.due, entry.number, entry))
         self.size -= entry.size
+        self.num_entries -= 1
         if not flow.entries:
             self._order.remove((flow.tag, flow.number, entry.tenant))
             self._rest(entry.tenant, flow)
@@ -168,6 +177,7 @@ class _Level:
         for tag, number, tenant in self._order:
             assert (self._flows[tenant].tag, self._flows[tenant].number) == (tag, number)
         assert self.size == sum(entry.size for entry in self.entries())
+        assert self.num_entries == sum(1 for _ in self.entries())
 
 
 class FairQueue:
@@ -218,11 +228,17 @@ class FairQueue:
         """Return the total bytes that requests of at least this priority are waiting for."""
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
+    def len_from(self, priority: int) -> int:
+        """Return the number of waiting requests of at least this priority."""
+        return sum(level.num_entries for p, level in self._levels.items() if p >= priority)
+
     def claim(self, entry: FairEntry) -> tuple[float, int]:
         """Return a sort key for choosing between the first requests of different priorities.
 
         The request with the largest key is served first.
         """
+        if entry.priority >= RESUMED:
+            return math.inf, -entry.number
         return entry.priority * self._aging_s - entry.arrival, -entry.number
 
     def check_integrity(self) -> None:

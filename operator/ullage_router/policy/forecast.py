@@ -14,8 +14,7 @@ may always take a request.
 
 Each admitted request sets a cap on the engine's step time, beyond which the request would be late.
 A new request is not sent to an engine if it would push the step time above any running request's
-cap. An answer that has lost its engine is sent there all the same: its client watches it stand
-still, while the others only become slower.
+cap. Answers that lost their engine are exempt, because a pause is worse than slower steps.
 """
 
 import math

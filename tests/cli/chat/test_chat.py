@@ -257,9 +257,9 @@ def test_a_chat_in_a_terminal(server: Server, tmp_path: Path) -> None:
 def test_ctrl_c_stops_an_answer_and_not_the_chat(server: Server, tmp_path: Path) -> None:
     terminal = Terminal(["chat", server.url], tmp_path)
     terminal.wait_for(">>> ")
-    # At the prompt, Ctrl-C starts a new line. Python sees a signal that comes just before it waits
-    # for the terminal at the next key only, so that Return follows.
-    terminal.send("\x03\n")
+    # At the prompt, Ctrl-C drops the line. Python sees a signal that comes just before it waits for
+    # the terminal at the next key only, so that Return follows.
+    terminal.send("dropped\x03\n")
     terminal.wait_for(">>> ")
 
     server.may_end.clear()
@@ -275,6 +275,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(server: Server, tmp_path: Path)
     server.answers.append((200, {}, [delta("fine"), DONE]))
     terminal.send("more\n")
     terminal.wait_for("fine")
+    assert [each["messages"][0]["content"] for each in server.requests] == ["go", "go"]
     assert server.requests[-1]["messages"][1] == {"role": "assistant", "content": "endless"}
     terminal.wait_for(">>> ")
     terminal.send("/exit\n")

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ullage_common.config.router import QueueSection
 from ullage_router.admission.queue import QueueEntry, RequestQueue, Waiter
 from ullage_router.admission.queue_bounds import QueueFull
+from ullage_router.policy.fair_queue import RESUMED
 
 
 def room(max_requests: int = 10, **more: Any) -> RequestQueue:
@@ -165,6 +166,24 @@ def test_priority_goes_before_arrival() -> None:
     assert here.ahead(0) == {"single": 12}
     assert here.ahead(10) == {"single": 7}
     assert here.ahead(11) == {"single": 0}
+
+
+def test_an_answer_that_lost_its_engine_has_nobody_ahead_who_has_not_begun() -> None:
+    here = room()
+    here.join("single", waiter(5, arrival=-1000.0, priority=100))
+    here.join("single", waiter(7, adapter="sql"))
+    assert here.ahead(RESUMED) == here.claims(priority=RESUMED) == {}
+    assert here.passable(priority=RESUMED) == {}
+    assert here.lengths(RESUMED) == {"single": 0}
+    here.on_passed("single", None, {"sql"}, RESUMED)
+    assert here.passed == 0
+
+    resumed = here.join("single", waiter(9, priority=RESUMED))
+    assert resumed.is_head
+    assert here.ahead(RESUMED, resumed) == {}
+    assert here.ahead(RESUMED) == {"single": 9}  # a second one waits for the first
+    assert here.lengths(RESUMED) == {"single": 1}
+    assert here.lengths() == {"single": 3}
 
 
 def test_a_flood_leaves_room_for_others() -> None:

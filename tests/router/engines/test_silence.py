@@ -118,6 +118,9 @@ def test_an_answer_does_not_wait_for_a_worker_that_starts_slowly(
             for engine in service.engines:
                 engine.set_facts(dtype="float32")
                 engine.script.pause = asyncio.Event()
+            known = service.router.service.engines.all
+            digest = service.engine.headroom.fingerprint
+            await service.until(lambda: all(e.numerics.digest == digest for e in known()))
             task = asyncio.ensure_future(service.complete())
             await service.until(lambda: any(engine.requests for engine in service.engines))
             lost, other = sorted(service.engines, key=lambda e: not e.requests)

@@ -13,6 +13,7 @@ from ullage_testing.fake_engine import BLOCK_BYTES, Script
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.limits import MAX_PRIORITY
 
 StartService = Callable[..., AbstractAsyncContextManager[Any]]
 WORDS = ("One", " two", " three", " four", " five")
@@ -81,6 +82,11 @@ async def lose(service: Any, task: "asyncio.Task[Any]", **later: Any) -> tuple[A
     script(service, **later)
     await lost.stop()
     return lost, await task
+
+
+async def read_text(service: Any, request: pb.GenerateRequest) -> str:
+    """Return the text of an answer over gRPC."""
+    return "".join([event.delta.text async for event in service.grpc.Generate(request)])
 
 
 def other(service: Any, lost: Any) -> Any:
@@ -263,7 +269,7 @@ def test_a_stream_is_held_until_an_engine_is_there(start_service: StartService) 
 
 
 def test_an_answer_goes_on_before_requests_that_have_not_begun(start_service: StartService) -> None:
-    """Its client watches it stand still. The queue is full of others, and one of them leaves."""
+    """The queue is full of others, and one of them has to leave."""
 
     async def scenario() -> None:
         routing = {"ladder": ["queue", "reject"], "queue": {"max_requests": 2, "timeout": 60.0}}
@@ -290,6 +296,35 @@ def test_an_answer_goes_on_before_requests_that_have_not_begun(start_service: St
             assert left.requests[0].HasField("continuation")
             answers = await asyncio.gather(*new)
             assert sorted(each.status_code for each in answers) == [200, 429]
+
+    asyncio.run(scenario())
+
+
+def test_a_line_of_a_batch_gives_way_also_without_its_engine(start_service: StartService) -> None:
+    async def scenario() -> None:
+        routing = {"ladder": ["queue", "reject"], "queue": {"max_requests": 2, "timeout": 60.0}}
+        async with start_service(single=(100, 100), routing=routing) as service:
+            script(service, pause=asyncio.Event())
+            line = pb.GenerateRequest(text="Hi", priority=-MAX_PRIORITY)
+            task = asyncio.ensure_future(read_text(service, line))
+            lost = await first_word(service)
+            left = other(service, lost)
+            for engine in service.engines:
+                engine.push(headroom_bytes=0)
+            known = service.router.service.engines.all
+            await service.until(lambda: not any(e.headroom.headroom_bytes for e in known()))
+
+            queue = service.router.service.queue
+            new = [asyncio.ensure_future(service.complete(f"New {i}")) for i in range(2)]
+            await service.until(lambda: len(queue) == 2)
+            script(service)
+            await lost.stop()
+            await service.until(lambda: sum(e.state == "ready" for e in known()) == 1)
+            left.push(headroom_bytes=100 * BLOCK_BYTES)
+            answers = await asyncio.gather(*new)
+            assert [each.status_code for each in answers] == [200, 200]
+            assert await task == TEXT
+            assert [each.HasField("continuation") for each in left.requests] == [False, False, True]
 
     asyncio.run(scenario())
 

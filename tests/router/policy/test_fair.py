@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ullage_router.policy.fair_queue import MAX_LEAD_S, FairEntry, FairQueue
+from ullage_router.policy.fair_queue import MAX_LEAD_S, RESUMED, FairEntry, FairQueue
 
 AGING_S = 0.05
 numbers: Iterator[int] = itertools.count()
@@ -52,6 +52,12 @@ def test_priority_goes_first() -> None:
     normal = entry()
     high = entry(priority=7)
     assert drain(line_of(low, normal, high)) == [high, normal, low]
+
+
+def test_no_wait_makes_up_for_a_pause() -> None:
+    first = entry(priority=RESUMED, arrival=1e6)
+    second = entry(priority=RESUMED, arrival=0.0)
+    assert drain(line_of(entry(priority=100), first, second))[:2] == [second, first]
 
 
 def test_waiting_makes_up_for_priority() -> None:

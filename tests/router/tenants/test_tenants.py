@@ -308,9 +308,8 @@ def test_concurrency(start_service: "StartService", keys: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("prompts", ["Hi", ["Hi", "Ho"]])
 def test_a_tenant_that_reads_slowly_does_not_keep_its_place(
-    start_service: "StartService", keys: Path, prompts: Any, monkeypatch: pytest.MonkeyPatch
+    start_service: "StartService", keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "CHARACTER_BYTES", 1)
 
@@ -318,7 +317,7 @@ def test_a_tenant_that_reads_slowly_does_not_keep_its_place(
         tenants = section(keys, defaults={"concurrency": 2})
         async with start_service(tenants=tenants) as service:
             service.engine.script.words = ("w" * 1_000_000,) * 32  # more than sockets hold
-            body = json.dumps({"model": "tiny", "prompt": prompts}).encode()
+            body = json.dumps({"model": "tiny", "prompt": "Hi"}).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
             head += b"".join(f"{k}: {v}\r\n".encode() for k, v in bearer(ALICE).items())
             head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)

@@ -287,17 +287,13 @@ class Writer:
         """Encoded events that are sent together with the next ones, or with the error."""
         self._timer: asyncio.TimerHandle | None = None
 
-    async def whole(
-        self, answer: Callable[[], JSON], later: Headers, *, is_long: bool = False
-    ) -> None:
+    async def whole(self, body: bytes, later: Headers) -> None:
         """Send a complete, non-streamed response.
 
         Args:
-            answer: Returns the body of the response.
+            body: The encoded body.
             later: Headers that are known only when the answer is complete.
-            is_long: Whether the body is written in a thread, so that others are served meanwhile.
         """
-        body = await asyncio.to_thread(_written, answer) if is_long else _written(answer)
         await self._body(200, body, later)
 
     async def in_pieces(self, pieces: Iterator[bytes]) -> None:
@@ -548,13 +544,12 @@ class GenerateEndpoint:
                 if call.is_streamed:
                     await _stream(stream, answer, writer, kept if parsed.keeps_logprobs else None)
                 else:
-                    finished = await _collect(stream, answer, kept)
+                    is_long = _is_long(call, parsed.style)
+                    body, later = await _collect(stream, answer, kept, is_long=is_long)
 
             # A slow client must not keep its tenant's place while it reads a complete answer.
             if not call.is_streamed:
-                body = functools.partial(answer.whole, stream.accepted)
-                is_long = _is_long(call, parsed.style)
-                await writer.whole(body, resumed_headers(finished), is_long=is_long)
+                await writer.whole(body, later)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
             # A variable for the refusal would be a reference cycle, since the error has this frame.
@@ -583,12 +578,11 @@ class GenerateEndpoint:
                 if call.is_streamed:
                     await _stream_many(stream, form, answer, writer)
                 else:
-                    finished = await _collect_many(stream, form, answer, kept)
+                    is_long = _is_long(call, style)
+                    body, later = await _collect_many(stream, form, answer, kept, is_long=is_long)
 
             if not call.is_streamed:
-                body = functools.partial(answer.whole, _NOT_ONE)
-                is_long = _is_long(call, style)
-                await writer.whole(body, resumed_headers(finished), is_long=is_long)
+                await writer.whole(body, later)
         except Exception as error:
             call.end_turn()  # a slow client must not keep its turn while it reads the error
             await writer.error(as_service_error(error, call.record))
@@ -652,21 +646,33 @@ async def _stream(
     await writer.end_stream()
 
 
+async def encoded(answer: Callable[[], JSON], *, is_long: bool) -> bytes:
+    """Return a complete answer as JSON.
+
+    Args:
+        answer: Returns the answer.
+        is_long: Whether to encode it in a thread, so that others are served meanwhile.
+    """
+    return await asyncio.to_thread(_written, answer) if is_long else _written(answer)
+
+
 def _written(answer: Callable[[], JSON]) -> bytes:
     return _encode(answer())
 
 
 async def _collect(
-    stream: ResponseStream, answer: Answer, kept: KeptMemory
-) -> inference_pb2.Finished:
-    """Collect a complete answer, and return its last event."""
+    stream: ResponseStream, answer: Answer, kept: KeptMemory, *, is_long: bool
+) -> tuple[bytes, Headers]:
+    """Return the body of a complete answer, and the headers that are known only at its end."""
     finished = inference_pb2.Finished()
     async for event in stream.events():
         kept.take(event)
         answer.collect(event)
         if event.HasField("finished"):
             finished = event.finished
-    return finished
+
+    body = await encoded(functools.partial(answer.whole, stream.accepted), is_long=is_long)
+    return body, resumed_headers(finished)
 
 
 async def _stream_many(
@@ -682,9 +688,14 @@ async def _stream_many(
 
 
 async def _collect_many(
-    stream: ManyPrompts, form: CompletionFormat, answer: Answer, kept: KeptMemory
-) -> inference_pb2.Finished:
-    """Collect the complete answers to many prompts, and return the last event."""
+    stream: ManyPrompts,
+    form: CompletionFormat,
+    answer: Answer,
+    kept: KeptMemory,
+    *,
+    is_long: bool,
+) -> tuple[bytes, Headers]:
+    """Return what `_collect` does, for the answers to many prompts."""
     finished = inference_pb2.Finished()
     async for event in stream.events():
         if isinstance(event, Begun):
@@ -694,7 +705,9 @@ async def _collect_many(
         answer.collect(event)
         if event.HasField("finished"):
             finished = event.finished
-    return finished
+
+    body = await encoded(functools.partial(answer.whole, _NOT_ONE), is_long=is_long)
+    return body, resumed_headers(finished)
 
 
 def sampling_defaults(model: Model) -> dict[str, float]:

@@ -24,7 +24,7 @@ from ullage_router.http.openai.embeddings import (
     Inputs,
     embedding_request,
 )
-from ullage_router.http.openai.endpoint import Writer
+from ullage_router.http.openai.endpoint import Writer, encoded
 from ullage_router.http.openai.responses import JSON
 from ullage_router.http.openai.schemas import Count0, Refusing
 
@@ -110,7 +110,8 @@ def parse_score(data: Body) -> Inputs:
         raise invalid_value(first, f"a list of {len(queries)}", permitted)
 
     async def answer(run: EmbeddingRun, writer: Writer) -> None:
-        await writer.whole(lambda: _score_answer(run, len(queries)), [], is_long=True)
+        body = await encoded(lambda: _score_answer(run, len(queries)), is_long=True)
+        await writer.whole(body, [])
 
     return _inputs(body, {first: queries, second: documents}, answer, ignored)
 
@@ -126,7 +127,8 @@ def parse_rerank(data: Body) -> Inputs:
     most = body.top_n or len(documents)
 
     async def answer(run: EmbeddingRun, writer: Writer) -> None:
-        await writer.whole(lambda: _rerank_answer(run, documents, most), [], is_long=True)
+        body = await encoded(lambda: _rerank_answer(run, documents, most), is_long=True)
+        await writer.whole(body, [])
 
     return _inputs(body, {"query": [body.query], "documents": documents}, answer, ignored)
 
