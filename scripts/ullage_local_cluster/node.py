@@ -68,6 +68,8 @@ def start_kubelet(settings: ClusterSettings, program: Path) -> None:
         "cgroupsPerQOS": True,
         "enforceNodeAllocatable": [],
         "evictionHard": {},
+        # No registry has the images, so none may be removed when the disk fills.
+        "imageGCHighThresholdPercent": 100,
         "failSwapOn": False,
         "authentication": {
             "anonymous": {"enabled": False},
