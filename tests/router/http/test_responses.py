@@ -144,6 +144,37 @@ def test_items_become_turns(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("kind", ["function_call", "custom_tool_call"])
+def test_an_output_without_its_call_is_refused(start_service: "StartService", kind: str) -> None:
+    """A template would show it to the model as the result of a call that nobody made."""
+
+    async def scenario() -> None:
+        async with start_service(template=HERMES) as service:
+            call: Any = {"type": kind, "call_id": "c1", "name": "f", "arguments": "{}"}
+            output: Any = {"type": f"{kind}_output", "call_id": "c1", "output": "-4"}
+            other = {**output, "call_id": "c2"}
+            for items, place in (([output], 0), ([output, call], 0), ([call, other], 1)):
+                with pytest.raises(openai.BadRequestError, match="no earlier item") as caught:
+                    await service.openai.responses.create(model="tiny", input=items)
+                assert caught.value.param == f"input[{place}].call_id"
+            await service.openai.responses.create(model="tiny", input=[call, output])
+            assert len(service.engine.requests) == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_image_is_refused_by_name(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+            items: Any = [{"role": "user", "content": [{"type": "input_text", "text": "?"}, image]}]
+            with pytest.raises(openai.BadRequestError, match="possible: input_text") as caught:
+                await service.openai.responses.create(model="tiny", input=items)
+            assert caught.value.param == "input[0].content[1].type"
+
+    asyncio.run(scenario())
+
+
 def test_a_call_whole_and_streamed(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service(template=HERMES) as service:

@@ -18,6 +18,8 @@ _ITEMS = (
     "message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, "
     "reasoning"
 )
+_CALLS = frozenset({"function_call", "custom_tool_call"})
+_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = frozenset({"input_text", "output_text", "text"})
 
@@ -40,8 +42,20 @@ def add_items(conversation: Messages, items: list[Item], documents: Documents | 
     given = items[::-1]
     items.clear()
     turn: Message | None = None
+    calls = {call.id for message in conversation.messages for call in message.tool_calls}
     for i in range(len(given)):
-        turn = _add_item(conversation, f"input[{i}]", given.pop(), turn, documents)
+        item = given.pop()
+        field = f"input[{i}]"
+        turn = _add_item(conversation, field, item, turn, documents)
+        call_id = item.call_id or ""
+        if item.type in _CALLS:
+            calls.add(call_id)
+        elif item.type in _OUTPUTS and call_id not in calls:
+            message = (
+                f"{field}.call_id is {call_id[:160]}, and no earlier item is that call; send the "
+                "call, too, or name its response in previous_response_id"
+            )
+            raise invalid(f"{field}.call_id", message)
 
 
 def _add_item(
