@@ -42,6 +42,7 @@ PACKAGES = (
     "grpcio-health-checking",
     "grpcio-reflection",
     "grpcio-status",
+    "h11",
     "httptools",
     "iniconfig",
     "llguidance",
@@ -58,6 +59,7 @@ PACKAGES = (
     "setproctitle",
     "sortedcontainers",
     "uvicorn",
+    "wsproto",
     "xxhash",
 )
 """Packages that the GPU machine lacks or has in an unknown version, pinned by constraints.txt."""

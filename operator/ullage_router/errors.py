@@ -48,6 +48,7 @@ FILE_STORE_FULL = "FILE_STORE_FULL"
 DISK_FULL = "DISK_FULL"
 FILE_IN_USE = "FILE_IN_USE"
 BATCH_ENDED = "BATCH_ENDED"
+UPGRADE_REQUIRED = "UPGRADE_REQUIRED"
 NO_RETRY = frozenset({REPLACED, FILE_STORE_FULL, DISK_FULL, FILE_IN_USE, BATCH_ENDED})
 """Error reasons that a retry cannot help, although OpenAI's clients retry their statuses."""
 
@@ -74,6 +75,7 @@ STATUSES_BY_REASON = {
     "CONTENT_TYPE_NOT_SUPPORTED": 415,
     "EXPECTATION_FAILED": 417,
     KEY_REUSED: 422,
+    UPGRADE_REQUIRED: 426,
     "HEADERS_TOO_LARGE": 431,
     FILE_STORE_FULL: 507,
     DISK_FULL: 507,
@@ -412,9 +414,37 @@ def unknown_response(name: str, why: str) -> ServiceError:
     )
 
 
+def no_compaction() -> ServiceError:
+    """Return the error for a request to compact a conversation."""
+    return ServiceError(
+        grpc.StatusCode.NOT_FOUND,
+        "COMPACTION_NOT_SUPPORTED",
+        "this service compacts no conversations; summarise the older items yourself, or set "
+        "spec.prompts.compress of the service, or send truncation: auto if spec.routing.ladder has "
+        "ShrinkContext",
+    )
+
+
 def method_not_allowed(path: str, allowed: str) -> ServiceError:
     """Return the error for an HTTP method that the path does not support."""
     return invalid_head("METHOD_NOT_ALLOWED", f"{path} takes {allowed}")
+
+
+def upgrade_required() -> ServiceError:
+    """Return the error for a GET request to a path that serves WebSockets only."""
+    return invalid_head(
+        UPGRADE_REQUIRED,
+        "a GET request here must open a WebSocket: send Upgrade: websocket and "
+        "Sec-WebSocket-Version: 13, or send a POST request",
+    )
+
+
+def websocket_too_old(max_age_s: float) -> ServiceError:
+    """Return the error for a WebSocket that closes because of its age."""
+    return invalid_head(
+        "WEBSOCKET_CONNECTION_LIMIT_REACHED",
+        f"a WebSocket is open for at most {max_age_s / 60:g} minutes; open another one to continue",
+    )
 
 
 def invalid_head(reason: str, message: str) -> ServiceError:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 OWN_PACKAGES = {
     "cli": ("kopf", "rich", "httpx", "tqdm"),
     "operator": ("kopf", "kubernetes", "aiohttp"),
-    "router": ("sortedcontainers", "uvicorn", "tokenizers", "jinja2"),
+    "router": ("sortedcontainers", "uvicorn", "wsproto", "tokenizers", "jinja2"),
     "engine": ("torch", "safetensors", "tokenizers", "jinja2", "psutil", "setproctitle", "zmq"),
 }
 """Packages that each extra installs and that the extra's program requires."""

@@ -7,7 +7,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
@@ -24,7 +24,15 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import head_too_large, internal, late, malformed, slow_upload
 from ullage_router.http.heads import head_error, unknown_version
 from ullage_router.http.limits import HTTPLimits
-from ullage_router.http.messages import REFUSAL, UPLOAD, ASGIApp, Headers, Message, Scope
+from ullage_router.http.messages import (
+    REFUSAL,
+    SWITCH,
+    UPLOAD,
+    ASGIApp,
+    Headers,
+    Message,
+    Scope,
+)
 
 MAX_PIPELINED = 16
 """Number of pipelined requests that may wait for earlier replies before parsing stops."""
@@ -57,6 +65,57 @@ class Phase(enum.Enum):
     BODY = enum.auto()
     IDLE = enum.auto()
     CLOSED = enum.auto()
+
+
+class Connection(Protocol):
+    """A client's connection, as the server sees it."""
+
+    def leave(self) -> None:
+        """Close the connection soon, after the answer to the current request."""
+
+    def shutdown(self) -> None:
+        """Close the connection, after the answer to the current request."""
+
+    def abort(self) -> None:
+        """Close the connection immediately, and discard unsent bytes."""
+
+    def tick(self, now: float) -> None:
+        """Enforce the connection's time limits at this time of the event loop."""
+
+
+class UnsentBytes:
+    """Measures for how long a client has read nothing of the bytes written to its connection.
+
+    Args:
+        now: The event loop's time.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._written_bytes = 0
+        """Total number of bytes written to the connection."""
+        self._sent_bytes = 0
+        """Number of written bytes that the kernel had accepted at the last look."""
+        self._sent_at = now
+        """Time of the last look that saw progress: bytes were sent, or none were left to send."""
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that are written to the connection."""
+        self._written_bytes += num_bytes
+
+    def stalled_s(self, unsent_bytes: int, now: float) -> float:
+        """Return the seconds for which the client has read nothing.
+
+        Only sent bytes show that a client reads. Further requests do not.
+
+        Args:
+            unsent_bytes: Number of written bytes that the kernel has not accepted yet.
+            now: The event loop's time.
+        """
+        sent_bytes = self._written_bytes - unsent_bytes
+        if sent_bytes != self._sent_bytes or not unsent_bytes:
+            self._sent_bytes = sent_bytes
+            self._sent_at = now
+        return now - self._sent_at
 
 
 class ConnectionState(ServerState):
@@ -247,12 +306,7 @@ class HTTPConnection(HttpToolsProtocol):
         """Number of headers and body chunks parsed in this event loop iteration."""
 
         self._is_closing = False
-        self._written_bytes = 0
-        """Total number of reply bytes written to the connection."""
-        self._sent_bytes = 0
-        """Number of written bytes that the kernel had accepted at the last call of `tick`."""
-        self._sent_at = self._opened
-        """Time of the last `tick` that saw progress: bytes were sent, or none were left to send."""
+        self._unsent = UnsentBytes(self._opened)
 
     # The event loop's calls.
 
@@ -283,10 +337,7 @@ class HTTPConnection(HttpToolsProtocol):
         if self._answered and self._answered.task:
             self._answered.task.cancel()
 
-        # uvicorn's cycles refer to this connection. References back would keep both alive, along
-        # with the bodies, until the garbage collector runs, which stalls every request.
-        self._answered = None
-        self.cycle = None  # type: ignore[assignment]
+        self._unlink()
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, or buffer them while reading is paused."""
@@ -323,12 +374,7 @@ class HTTPConnection(HttpToolsProtocol):
             now: The event loop's time.
         """
         unsent_bytes = self.transport.get_write_buffer_size()
-        sent_bytes = self._written_bytes - unsent_bytes
-        # Only sent bytes show that a client reads. Further requests do not.
-        if sent_bytes != self._sent_bytes or not unsent_bytes:
-            self._sent_bytes = sent_bytes
-            self._sent_at = now
-        if now - self._sent_at >= self._limits.stall_timeout_s:
+        if self._unsent.stalled_s(unsent_bytes, now) >= self._limits.stall_timeout_s:
             log.info("client does not read", extra={"unsent_bytes": unsent_bytes})
             self.abort()
             return
@@ -359,7 +405,7 @@ class HTTPConnection(HttpToolsProtocol):
 
     def write(self, data: bytes) -> None:
         """Write bytes to the socket, and count them."""
-        self._written_bytes += len(data)
+        self._unsent.count(len(data))
         self.transport.write(data)
 
     def is_closing(self) -> bool:
@@ -392,6 +438,17 @@ class HTTPConnection(HttpToolsProtocol):
             self._answer(cast(Cycle, self.pipeline.pop()[0]))
         if self.flow.read_paused:
             self.loop.call_soon(self._parse_on)
+
+    def _unlink(self) -> None:
+        """Drop the references to the last request.
+
+        uvicorn's cycles refer to this connection. References back would keep both alive, along with
+        the bodies, until the garbage collector runs, which stalls every request.
+        """
+        self._answered = None
+        self.cycle = None  # type: ignore[assignment]
+        if self.scope:
+            cast(Scope, self.scope).pop(SWITCH, None)
 
     # From bytes to requests.
 
@@ -473,7 +530,46 @@ class HTTPConnection(HttpToolsProtocol):
 
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        is_websocket = _asks_for_websocket(method, version, self.headers)
         self._feed(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines)))
+        if is_websocket and self._phase is Phase.IDLE:
+            cast(Scope, self.scope)[SWITCH] = self._switch
+
+    def _switch(
+        self,
+        begin: Callable[[asyncio.Transport, ConnectionState], asyncio.Protocol],
+        head: bytes,
+    ) -> asyncio.Protocol:
+        """Give the socket to another protocol, which then serves the client in this one's place.
+
+        The task of the request that is being answered goes on, and is the other protocol's to
+        cancel.
+
+        Args:
+            begin: Returns the protocol.
+            head: The response that tells the client.
+
+        Raises:
+            ServiceError: The client has sent more than its request, or `begin` failed.
+        """
+        cycle = self._answered
+        is_alone = self._phase is Phase.IDLE and not (self.pipeline or self.flow.unparsed)
+        if cycle is None or self._is_closing or not is_alone:
+            raise malformed("more bytes follow an Upgrade before its answer")
+
+        transport = self.transport
+        protocol = begin(transport, self._shared)
+        self.connections.discard(self)
+        self.connections.add(protocol)  # type: ignore[arg-type]
+        transport.set_protocol(protocol)
+        transport.write(head)
+
+        # uvicorn would answer a failure of the task as that of an HTTP request.
+        cycle.response_started = cycle.response_complete = cycle.disconnected = True
+        self._is_closing = True
+        self._unlink()
+        self.parser = None  # type: ignore[assignment]
+        return protocol
 
     def on_message_begin(self) -> None:
         """Start reading the head of a new request."""
@@ -614,6 +710,17 @@ class HTTPConnection(HttpToolsProtocol):
             if self._shared.is_leaving:
                 cycle.keep_alive = False
             self._start_asgi_task(cycle, self.app)
+
+
+def _asks_for_websocket(method: bytes, version: bytes, headers: Headers) -> bool:
+    """Return whether a request asks for a WebSocket (RFC 6455, section 4.2.1)."""
+    asked = {
+        token.strip().lower()
+        for name, value in headers
+        if name in (b"upgrade", b"connection")
+        for token in value.split(b",")
+    }
+    return method == b"GET" and version == b"1.1" and {b"websocket", b"upgrade"} <= asked
 
 
 def _tune(sock: socket.socket) -> None:

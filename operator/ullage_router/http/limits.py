@@ -47,6 +47,10 @@ class HTTPLimits:
     """Maximum idle time between two requests, in seconds."""
     stall_timeout_s: float = 60.0
     """Maximum seconds for which a client may leave a reply unread."""
+    websocket_idle_timeout_s: float = 600.0
+    """Maximum seconds between two messages of a client on a WebSocket, while none is answered."""
+    websocket_max_age_s: float = 3600.0
+    """Age in seconds after which a WebSocket closes, once its current message is answered."""
     linger_s: float = 2.0
     """Seconds for which further bytes are read and discarded after a request is refused.
 

@@ -28,6 +28,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+Switch = Callable[[Callable[..., asyncio.Protocol], bytes], asyncio.Protocol]
+"""Gives a connection to another protocol, as `SWITCH` describes."""
 
 JSON = "application/json"
 """The required content type of a body.
@@ -44,8 +46,20 @@ UPLOAD = "ullage.upload"
 
 The connection then bounds the rate of the body instead (`min_upload_bytes_per_s`).
 """
+SWITCH = "ullage.switch"
+"""Key in the ASGI scope of requests that ask for a WebSocket, for the function that switches to it.
+
+It takes a function that returns the protocol, and the head of the response.
+"""
 MAX_DISCARDED_BYTES = 64 << 10
 """Maximum bytes of an unread body to discard. If the body is longer, the connection closes."""
+_OF_MESSAGES = frozenset(
+    {b"authorization", b"x-session-id", b"x-ullage-timeout", b"traceparent", b"tracestate"}
+)
+"""Headers of a WebSocket's handshake that hold for each of its messages.
+
+Others, such as a request id or an idempotency key, name a single request.
+"""
 
 
 PIECE_BYTES = 64 << 10
@@ -144,6 +158,25 @@ class Request:
         return self._scope.get(REFUSAL)
 
     @property
+    def switch(self) -> Switch | None:
+        """The function that switches to a WebSocket, or None if the request does not ask for it."""
+        return self._scope.get(SWITCH)
+
+    def of_message(self, receive: Receive) -> "Request":
+        """Return the POST request that a message on this request's WebSocket stands for.
+
+        It shares this request's limits and memory budgets. The caller must close it.
+
+        Args:
+            receive: Returns the parts of the message.
+        """
+        kept = [pair for pair in self._scope["headers"] if pair[0] in _OF_MESSAGES]
+        body = [(b"content-type", JSON.encode()), (b"transfer-encoding", b"chunked")]
+        scope = {**self._scope, "method": "POST", "headers": [*kept, *body]}
+        scope.pop(SWITCH, None)
+        return Request(scope, receive, self._limits, self._room, self._replies)
+
+    @property
     def ends_connection(self) -> bool:
         """Whether the connection must close with the reply.
 
@@ -212,6 +245,11 @@ class Request:
             return
         self.end_turn()  # the turn of the body alone is too small
         await self._wait_to_handle(self._taken_bytes)
+
+    @property
+    def limits(self) -> HTTPLimits:
+        """The limits on each connection and on all connections."""
+        return self._limits
 
     @property
     def max_body_bytes(self) -> int:

@@ -11,8 +11,8 @@ Foreign pages can reach a router in a pod in the same ways, through a forwarder 
 `kubectl port-forward` that connects over the pod's loopback interface.
 
 Other connections arrive over a network that controls who may connect, often through a proxy with
-other host names. Their Host is therefore not checked, and their Origin only for uploaded forms,
-which a foreign page may send without asking the router first.
+other host names. Their Host is therefore not checked, and their Origin only for uploaded forms and
+for WebSockets, which a foreign page may send without asking the router first.
 """
 
 import functools
@@ -104,7 +104,7 @@ class OriginGuard:
         """
         if not self._is_local:
             if not is_loopback(request.local_address):
-                if _is_form(request):
+                if _needs_no_preflight(request):
                     self._check_origin(origin, request.headers.get("host", ""))
                 return
             is_for_machines = not origin if self._is_api else request.path in _FOR_MACHINES
@@ -151,11 +151,13 @@ class OriginGuard:
         ]
 
 
-def _is_form(request: Request) -> bool:
+def _needs_no_preflight(request: Request) -> bool:
     """Return whether browsers let a foreign page send this request without a CORS preflight.
 
-    All other bodies are JSON, for which browsers ask first.
+    These are forms and WebSockets. All other bodies are JSON, for which browsers ask first.
     """
+    if request.switch is not None:
+        return True
     return request.headers.get("content-type", "").lower().startswith("multipart/")
 
 

@@ -7,11 +7,12 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import uvicorn
 
 from ullage_router.background import failures_logged
-from ullage_router.http.connection import ConnectionState, HTTPConnection
+from ullage_router.http.connection import Connection, ConnectionState, HTTPConnection
 from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.messages import Reply, Request, asgi
 
@@ -121,8 +122,8 @@ class HTTPServer:
         return not self._is_busy
 
     @property
-    def _connections(self) -> list[HTTPConnection]:
-        return [c for c in self._state.connections if isinstance(c, HTTPConnection)]
+    def _connections(self) -> list[Connection]:
+        return list(cast(set[Connection], self._state.connections))
 
     @property
     def _is_busy(self) -> bool:
@@ -142,9 +143,10 @@ class HTTPServer:
     async def _tick(self) -> None:
         """Enforce the time limits of all connections, with pauses for other work between them."""
         loop = asyncio.get_running_loop()
+        all_open = cast(set[Connection], self._state.connections)
         for number, connection in enumerate(self._connections):
             if number and not number % TICKED_PER_TURN:
                 await asyncio.sleep(0)
-            if connection in self._state.connections:  # others were closed in a pause
+            if connection in all_open:  # others left in a pause
                 with failures_logged("time limits of a connection"):
                     connection.tick(loop.time())

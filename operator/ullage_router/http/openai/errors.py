@@ -14,6 +14,7 @@ from ullage_router.errors import (
     INVALID_API_KEY,
     NO_RETRY,
     RATE_LIMIT_EXCEEDED,
+    UPGRADE_REQUIRED,
     error_type,
     retry_after_s,
 )
@@ -35,6 +36,7 @@ _CODES = {
     "CONTEXT_TOO_LONG": "context_length_exceeded",
     "MODEL_NOT_FOUND": "model_not_found",
     "PREVIOUS_RESPONSE_NOT_FOUND": "previous_response_not_found",
+    "WEBSOCKET_CONNECTION_LIMIT_REACHED": "websocket_connection_limit_reached",
 }
 """Maps this service's error reasons to the OpenAI codes with the same meaning."""
 FieldNames = Sequence[tuple[re.Pattern[str], str]]
@@ -168,12 +170,14 @@ def error_headers(error: ServiceError) -> Headers:
     """Return the headers that tell the client how to react to an error.
 
     These are `retry-after` if a retry may help, `x-should-retry: false` if a retry would do harm,
-    and `www-authenticate` if the API key is invalid.
+    `www-authenticate` if the API key is invalid, and the protocol to upgrade to.
     """
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:
         headers.append((b"www-authenticate", b"Bearer"))
+    if error.reason == UPGRADE_REQUIRED:
+        headers += [(b"upgrade", b"websocket"), (b"sec-websocket-version", b"13")]
     if error.reason in NO_RETRY:
         # OpenAI's clients retry a 409 and a 507. The retry would replace the newer request, or
         # send the file once more.

@@ -1,0 +1,486 @@
+"""WebSockets over raw sockets: handshakes, frames, bounds, slow clients, time limits, the end."""
+
+import asyncio
+import base64
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from wsproto.connection import Connection, ConnectionType
+from wsproto.events import TextMessage
+
+from ullage_common.process.addresses import listen
+from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import http_status
+from ullage_router.http import server as server_module
+from ullage_router.http.limits import HTTPLimits
+from ullage_router.http.messages import Reply, Request
+from ullage_router.http.server import HTTPServer
+from ullage_router.http.websocket import HELD_BYTES, open_websocket
+
+WAIT_S = 20.0
+KEY = base64.b64encode(b"0123456789abcdef")
+HANDSHAKE = (
+    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: " + KEY + b"\r\n\r\n"
+)
+SMALL = HTTPLimits(
+    max_body_bytes=1000,
+    body_timeout_s=0.3,
+    stall_timeout_s=0.3,
+    linger_s=0.3,
+)
+
+
+class Echo:
+    """Repeats each message in pieces; `wait` waits for the test, `flood` sends without end."""
+
+    def __init__(self, ping_s: float = 0.0) -> None:
+        self.ping_s = ping_s
+        self.go_on = asyncio.Event()
+        self.begun: list[str] = []
+        self.cancelled = 0
+
+    async def __call__(self, request: Request, reply: Reply) -> None:
+        try:
+            socket = open_websocket(request, reply, self.ping_s, "farewell")
+        except ServiceError as error:
+            await reply.whole(http_status(error), [], error.reason.encode())
+            return
+        try:
+            while await socket.wait():
+                message = request.of_message(socket.receive)
+                try:
+                    text = (await message.read()).decode()
+                    self.begun.append(text)
+                    if text == "wait":
+                        await self.go_on.wait()
+                    while text == "flood":
+                        await socket.send("x" * 10_000)
+                    await socket.send(text, f"{len(text)}")
+                except ServiceError as error:
+                    await socket.send(error.reason)
+                finally:
+                    message.close()
+                await socket.skip()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+class Client:
+    """A raw connection after its handshake."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.frames = Connection(ConnectionType.CLIENT)
+
+    async def send(self, text: str, **more: Any) -> None:
+        self.writer.write(self.frames.send(TextMessage(text, **more)))
+        await self.writer.drain()
+
+    async def messages(self, count: int) -> list[str]:
+        """The next messages, each as a whole."""
+        texts: list[str] = []
+        async with asyncio.timeout(WAIT_S):
+            while len(texts) < count:
+                self.frames.receive_data(await self.reader.read(1 << 16) or None)
+                texts += [e.data for e in self.frames.events() if isinstance(e, TextMessage)]
+        return texts
+
+    async def rest(self) -> bytes:
+        """Everything until the server closes."""
+        async with asyncio.timeout(WAIT_S):
+            return await self.reader.read()
+
+
+OpenSocket = Callable[..., Awaitable[ClientConnection]]
+OpenRaw = Callable[[], Awaitable[Client]]
+Scenario = Callable[[HTTPServer, Echo, OpenSocket, OpenRaw], Awaitable[None]]
+Run = Callable[..., None]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    limits: HTTPLimits, ping_s: float
+) -> AsyncIterator[tuple[HTTPServer, Echo, OpenSocket, OpenRaw]]:
+    echo = Echo(ping_s)
+    server = HTTPServer(echo, limits)
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    await server.start(listener)
+
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def open_socket(**more: Any) -> ClientConnection:
+            return await stack.enter_async_context(
+                connect(f"ws://127.0.0.1:{port}", ping_interval=None, **more)
+            )
+
+        async def open_raw() -> Client:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(HANDSHAKE)
+            async with asyncio.timeout(WAIT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 101 Switching Protocols\r\n")
+            return Client(reader, writer)
+
+        yield server, echo, open_socket, open_raw
+        echo.go_on.set()
+    await server.stop(WAIT_S)
+    assert server.num_connections == 0
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a scenario on both event loops, with a fast clock of time limits."""
+    monkeypatch.setattr(server_module, "TICK_S", 0.02)
+    start: Any = asyncio.run if request.param == "asyncio" else uvloop.run
+
+    def run_it(scenario: Scenario, limits: HTTPLimits | None = None, ping_s: float = 0.0) -> None:
+        async def main() -> None:
+            async with serving(limits or HTTPLimits(), ping_s) as parts:
+                await scenario(*parts)
+
+        start(main())
+
+    return run_it
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - the condition belongs to others
+            await asyncio.sleep(0.01)
+
+
+async def received(socket: ClientConnection) -> str:
+    async with asyncio.timeout(WAIT_S):
+        text = await socket.recv()
+    assert isinstance(text, str)
+    return text
+
+
+async def closed(socket: ClientConnection) -> tuple[int | None, str | None]:
+    """Code and reason with which the server closes."""
+    async with asyncio.timeout(WAIT_S):
+        await socket.wait_closed()
+    return socket.close_code, socket.close_reason
+
+
+def test_messages_are_answered_one_after_the_other(run: Run) -> None:
+    async def scenario(_: HTTPServer, echo: Echo, open_socket: OpenSocket, __: OpenRaw) -> None:
+        socket = await open_socket()
+        for text in ("", "abc", "wait", "ümlaut 語", "x" * 200_000):
+            await socket.send(text)
+        for text in ("", "abc"):
+            assert await received(socket) == text
+            assert await received(socket) == f"{len(text)}"
+        await until(lambda: echo.begun == ["", "abc", "wait"])
+        echo.go_on.set()
+        for text in ("wait", "ümlaut 語", "x" * 200_000):
+            assert await received(socket) == text
+            assert await received(socket) == f"{len(text)}"
+        await socket.close()
+        assert socket.close_code == 1000
+
+    run(scenario)
+
+
+def test_fragments_are_one_message_and_pings_may_come_between(run: Run) -> None:
+    async def scenario(_: HTTPServer, echo: Echo, open_socket: OpenSocket, __: OpenRaw) -> None:
+        socket = await open_socket()
+        await socket.send(["a", "", "b" * 3000, "c"])
+        assert await received(socket) == "a" + "b" * 3000 + "c"
+        assert await received(socket) == "3002"
+        await socket.send("wait")
+        await until(lambda: "wait" in echo.begun)
+        async with asyncio.timeout(WAIT_S):
+            await (await socket.ping())  # while a message is answered
+        echo.go_on.set()
+        assert await received(socket) == "wait"
+
+    run(scenario)
+
+
+HANDSHAKES = {
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n": (426, "UPGRADE_REQUIRED"),
+    HANDSHAKE.replace(b"13", b"8"): (426, "UPGRADE_REQUIRED"),
+    HANDSHAKE.replace(b"Connection: Upgrade", b"Connection: close"): (426, "UPGRADE_REQUIRED"),
+    HANDSHAKE.replace(b"websocket", b"h2c", 1): (426, "UPGRADE_REQUIRED"),
+    HANDSHAKE.replace(b"GET", b"POST"): (426, "UPGRADE_REQUIRED"),
+    HANDSHAKE.replace(b"HTTP/1.1", b"HTTP/1.0"): (426, "UPGRADE_REQUIRED"),
+    HANDSHAKE.replace(KEY, b"short"): (400, "MALFORMED_REQUEST"),
+    HANDSHAKE.replace(KEY, b""): (400, "MALFORMED_REQUEST"),
+    HANDSHAKE.replace(b"Host: x\r\n", b""): (None, ""),
+}
+
+
+def test_invalid_handshakes_are_refused(run: Run) -> None:
+    async def scenario(server: HTTPServer, echo: Echo, _: OpenSocket, __: OpenRaw) -> None:
+        assert server._server
+        port = server._server.sockets[0].getsockname()[1]
+        wrong = {}
+        for handshake, (status, reason) in HANDSHAKES.items():
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(handshake)
+            async with asyncio.timeout(WAIT_S):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+                body = (await reader.readexactly(length)).decode()
+            if status is None:
+                if head.startswith("HTTP/1.1 101"):
+                    wrong[handshake] = head
+            elif not head.startswith(f"HTTP/1.1 {status} ") or body != reason:
+                wrong[handshake] = (head, body)
+            writer.close()
+        assert wrong == {}
+
+    run(scenario)
+
+
+def test_a_client_that_does_not_wait_for_the_answer_is_refused(run: Run) -> None:
+    async def scenario(server: HTTPServer, echo: Echo, _: OpenSocket, __: OpenRaw) -> None:
+        assert server._server
+        port = server._server.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        early = Connection(ConnectionType.CLIENT).send(TextMessage("early"))
+        writer.write(HANDSHAKE + early)
+        async with asyncio.timeout(WAIT_S):
+            answer = await reader.read()
+        assert b" 101 " not in answer
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        writer.close()
+
+    run(scenario)
+
+
+def test_a_message_that_is_too_long_ends_the_connection(run: Run) -> None:
+    async def scenario(_: HTTPServer, echo: Echo, open_socket: OpenSocket, __: OpenRaw) -> None:
+        socket = await open_socket()
+        await socket.send("x" * 1000)
+        assert await received(socket) == "x" * 1000
+        assert await received(socket) == "1000"
+        await socket.send(["x" * 999, "yz"])
+        assert await received(socket) == "BODY_TOO_LARGE"
+        assert await closed(socket) == (1009, "a message has at most 1000 bytes")
+
+    run(scenario, SMALL)
+
+
+def test_binary_messages_and_broken_frames_close_the_connection(run: Run) -> None:
+    async def scenario(_: HTTPServer, echo: Echo, open_socket: OpenSocket, raw: OpenRaw) -> None:
+        socket = await open_socket()
+        await socket.send(b"bytes")
+        assert (await closed(socket))[0] == 1003
+
+        for frame, code in (
+            (b"\x81\x01x", 1002),
+            (b"\xf1\x81abcdx", 1002),
+            (b"\x81\x81\0\0\0\0\xff", 1007),
+        ):
+            client = await raw()
+            client.writer.write(frame + b"\x81" * 1000)
+            answer = await client.rest()
+            assert (answer[0], int.from_bytes(answer[2:4])) == (0x88, code), frame
+        assert echo.begun == []
+
+    run(scenario, SMALL)
+
+
+def test_a_message_that_does_not_end_is_refused(run: Run) -> None:
+    async def scenario(_: HTTPServer, echo: Echo, __: OpenSocket, raw: OpenRaw) -> None:
+        client = await raw()
+        await client.send("begun", message_finished=False)
+        assert await client.messages(1) == ["REQUEST_TIMEOUT"]
+        assert b"\x88" in await client.rest() or client.reader.at_eof()
+
+    run(scenario, SMALL)
+
+
+def test_a_slow_answer_is_no_slow_message(run: Run) -> None:
+    """The clock of messages stops while the server does not read."""
+
+    async def scenario(_: HTTPServer, echo: Echo, open_socket: OpenSocket, __: OpenRaw) -> None:
+        socket = await open_socket()
+        await socket.send("wait")
+        await socket.send("x" * 900)
+        await asyncio.sleep(2 * SMALL.body_timeout_s)
+        echo.go_on.set()
+        for text in ("wait", "4", "x" * 900, "900"):
+            assert await received(socket) == text
+
+    run(scenario, SMALL)
+
+
+def test_a_client_that_does_not_read_is_ended(run: Run) -> None:
+    async def scenario(server: HTTPServer, echo: Echo, _: OpenSocket, raw: OpenRaw) -> None:
+        client = await raw()
+        await client.send("flood")
+        await until(lambda: echo.cancelled == 1)
+        await until(lambda: server.num_connections == 0)
+
+    run(scenario, SMALL)
+
+
+def test_a_client_that_floods_is_not_read_further(run: Run) -> None:
+    """What it sends while it is answered stays in the kernel, but for HELD_BYTES."""
+
+    async def scenario(server: HTTPServer, echo: Echo, _: OpenSocket, raw: OpenRaw) -> None:
+        client = await raw()
+        await client.send("wait")
+        await until(lambda: echo.begun == ["wait"])
+        frame = client.frames.send(TextMessage("x" * 10_000))
+        client.writer.transport.set_write_buffer_limits(0)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 100 << 20:
+                client.writer.write(frame)
+                async with asyncio.timeout(0.5):
+                    await client.writer.drain()
+                sent += len(frame)
+        assert sent < 100 << 20
+        (connection,) = server._state.connections
+        held: Any = connection
+        assert held._held_bytes <= HELD_BYTES + 10_000
+        assert len(held._unparsed) <= 1 << 20
+        client.writer.transport.abort()
+
+    run(scenario)
+
+
+def test_a_client_that_disconnects_takes_its_request_with_it(run: Run) -> None:
+    async def scenario(
+        server: HTTPServer, echo: Echo, open_socket: OpenSocket, raw: OpenRaw
+    ) -> None:
+        client = await raw()
+        await client.send("wait")
+        await until(lambda: echo.begun == ["wait"])
+        client.writer.transport.abort()
+        await until(lambda: echo.cancelled == 1)
+
+        socket = await open_socket()
+        await socket.send("wait")
+        await until(lambda: len(echo.begun) == 2)
+        await socket.close()
+        assert socket.close_code == 1000
+        await until(lambda: echo.cancelled == 2)
+        await until(lambda: server.num_connections == 0)
+
+    run(scenario)
+
+
+def test_a_silent_connection_gets_pings(run: Run) -> None:
+    async def scenario(_: HTTPServer, echo: Echo, __: OpenSocket, raw: OpenRaw) -> None:
+        client = await raw()
+        async with asyncio.timeout(WAIT_S):
+            assert await client.reader.readexactly(4) == 2 * b"\x89\x00"  # not answered
+        await client.send("abc")
+        assert "abc" in await client.messages(2)
+
+    run(scenario, ping_s=0.1)
+
+
+def test_idle_and_old_connections_are_closed(run: Run) -> None:
+    async def scenario(_: HTTPServer, echo: Echo, open_socket: OpenSocket, __: OpenRaw) -> None:
+        socket = await open_socket()
+        await socket.send("wait")
+        await until(lambda: echo.begun == ["wait"])
+        await asyncio.sleep(0.4)
+        echo.go_on.set()
+        assert await received(socket) == "wait"
+        assert await received(socket) == "4"
+        assert await closed(socket) == (1001, "no message came for 0.2 s; connect again")
+
+    run(scenario, HTTPLimits(websocket_idle_timeout_s=0.2))
+
+    async def old(_: HTTPServer, echo: Echo, open_socket: OpenSocket, __: OpenRaw) -> None:
+        socket = await open_socket()
+        assert await received(socket) == "farewell"
+        assert (await closed(socket))[0] == 1001
+
+    run(old, HTTPLimits(websocket_max_age_s=0.1))
+
+
+def test_a_stop_lets_the_current_answer_end(run: Run) -> None:
+    async def scenario(server: HTTPServer, echo: Echo, open_socket: OpenSocket, _: OpenRaw) -> None:
+        idle = await open_socket()
+        busy = await open_socket()
+        await busy.send("wait")
+        await until(lambda: echo.begun == ["wait"])
+        leaving = asyncio.create_task(server.leave(WAIT_S))
+        assert (await closed(idle))[0] == 1001
+        with pytest.raises(InvalidStatus):
+            await open_socket()
+        echo.go_on.set()
+        assert await received(busy) == "wait"
+        assert await received(busy) == "4"
+        assert (await closed(busy))[0] == 1001
+        await leaving
+
+    run(scenario)
+
+
+def test_a_stop_ends_what_does_not_end(run: Run) -> None:
+    async def scenario(server: HTTPServer, echo: Echo, open_socket: OpenSocket, _: OpenRaw) -> None:
+        socket = await open_socket()
+        await socket.send("wait")
+        await until(lambda: echo.begun == ["wait"])
+        await server.stop(0.05)
+        assert echo.cancelled == 1
+        with pytest.raises(ConnectionClosed):
+            await socket.recv()
+
+    run(scenario)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.lists(st.text(max_size=300), min_size=1, max_size=6), min_size=1, max_size=5),
+    cuts=st.lists(st.integers(1, 400), min_size=1, max_size=20),
+)
+def test_messages_survive_every_cut(texts: list[list[str]], cuts: list[int]) -> None:
+    """Frames and packets may end anywhere, even within a character."""
+
+    async def scenario() -> None:
+        async with serving(HTTPLimits(), 0.0) as (_, echo, __, open_raw):
+            client = await open_raw()
+            texts_whole = [
+                "".join(parts).replace("wait", "w").replace("flood", "f") for parts in texts
+            ]
+            data = b"".join(
+                client.frames.send(TextMessage(whole[: len(whole) // 2], message_finished=False))
+                + client.frames.send(TextMessage(whole[len(whole) // 2 :]))
+                for whole in texts_whole
+            )
+            start = 0
+            for size in cuts:
+                client.writer.write(data[start : start + size])
+                await asyncio.sleep(0)
+                start += size
+            client.writer.write(data[start:])
+            await until(lambda: len(echo.begun) == len(texts_whole))
+            assert echo.begun == texts_whole
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=2000))
+def test_any_bytes_end_in_a_close_and_never_in_a_failure(data: bytes) -> None:
+    async def scenario() -> None:
+        async with serving(SMALL, 0.0) as (server, _, __, open_raw):
+            client = await open_raw()
+            client.writer.write(data)
+            client.writer.write_eof()
+            await client.rest()
+            await until(lambda: server.num_connections == 0)
+
+    asyncio.run(scenario())
