@@ -14,6 +14,7 @@ from ullage_router.errors import (
     http_status,
     internal,
     method_not_allowed,
+    no_compaction,
     unknown_model,
     unknown_path,
 )
@@ -44,6 +45,7 @@ from ullage_router.http.openai.tokenize import (
     TokenizerInfoEndpoint,
 )
 from ullage_router.http.responses import endpoint as responses
+from ullage_router.http.responses.socket import ResponsesSocket
 from ullage_router.http.responses.store import ResponseStore
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
@@ -55,6 +57,7 @@ JSON_TYPE = (b"content-type", b"application/json")
 MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
 INPUT_TOKENS = RESPONSES + "/input_tokens"
+COMPACT = RESPONSES + "/compact"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
 _SUBTREES = (MODELS + "/", RESPONSES + "/", FILES + "/", BATCHES + "/")
@@ -127,6 +130,8 @@ class App:
             raise unknown_path(request.path, see=MODELS)
         if endpoint := methods.get(request.method):
             return endpoint
+        if (request.method, path) == ("POST", COMPACT):
+            raise no_compaction()
         return functools.partial(_answer_options, ", ".join(methods))
 
 
@@ -246,7 +251,10 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
         "/rerank": {"POST": rerank},
         "/v1/rerank": {"POST": rerank},
         "/v2/rerank": {"POST": rerank},
-        RESPONSES: {"POST": GenerateEndpoint(service, responses.dialect(service, store))},
+        RESPONSES: {
+            "POST": GenerateEndpoint(service, responses.dialect(service, store)),
+            "GET": ResponsesSocket(service, store),
+        },
         INPUT_TOKENS: {
             "POST": GenerateEndpoint(service, responses.counting_dialect(service, store))
         },

@@ -134,10 +134,13 @@ GENERATING = {
     422: "Another request had the same Idempotency-Key.",
     504: "The time limit passed before the first token.",
 }
-_TEXTS = ANY_REQUEST | WITH_KEY | WITH_BODY | STORING | GENERATING
+UPGRADING = {426: "The request opens no WebSocket."}
+_TEXTS = ANY_REQUEST | WITH_KEY | WITH_BODY | STORING | GENERATING | UPGRADING
 _ERROR_HEADERS: Mapping[str, tuple[frozenset[int], str]] = {
     "retry-after": (frozenset({429, 503}), "Seconds after which to retry."),
     "www-authenticate": (frozenset({401}), "How to send a key."),
+    "upgrade": (frozenset({426}), "The protocol to upgrade to: websocket."),
+    "sec-websocket-version": (frozenset({426}), "The version of the protocol: 13."),
     "allow": (frozenset({405}), "The methods that the path allows."),
     "x-should-retry": (frozenset({409}), "Whether to retry: false."),
 }
@@ -360,7 +363,14 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
             events=responses.EVENTS,
             errors=WITH_KEY | WITH_BODY | GENERATING,
             headers=_GENERATE_HEADERS,
-        )
+        ),
+        "GET": Operation(
+            "respond_to_messages",
+            "Open a WebSocket, on which each message is a request like those of POST.",
+            kinds=(),
+            status=101,
+            errors=WITH_KEY | UPGRADING,
+        ),
     },
     "/v1/responses/input_tokens": {
         "POST": Operation(

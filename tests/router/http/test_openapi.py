@@ -48,7 +48,7 @@ from ullage_router.http.openai.schemas import (
 )
 from ullage_router.http.openai.scores import RerankRequest, ScoreRequest
 from ullage_router.http.responses import answers as responses_answers
-from ullage_router.http.responses.answer import ResponsesAnswer
+from ullage_router.http.responses.answer import SSE, ResponsesAnswer
 from ullage_router.http.responses.endpoint import COUNTED
 from ullage_router.http.responses.errors import ERRORS as RESPONSES_ERRORS
 from ullage_router.http.responses.input_items import encode_items, read_page
@@ -218,8 +218,8 @@ def test_each_status_of_an_error_is_described() -> None:
         for operation in methods.values()
         for status in operation["responses"]
     }
-    # Nobody reads 499, and 206 and the like are not given.
-    assert described == given - {errors.CLIENT_CLOSED} | {200, 202}
+    # Nobody reads 499, and 206 and the like are not given. 101 opens a WebSocket.
+    assert described == given - {errors.CLIENT_CLOSED} | {101, 200, 202}
 
 
 @pytest.mark.parametrize("public_stats", [False, True])
@@ -336,7 +336,7 @@ def response_examples() -> Iterator[tuple[Any, Any]]:
     sampling = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0, "frequency_penalty": 0}
     namespaces = {"f": "ns", "c": "ns"}
     answer = ResponsesAnswer(
-        asked.repeated | sampling, namespaces, frozenset({"c"}), None, options()
+        SSE, asked.repeated | sampling, namespaces, frozenset({"c"}), None, options()
     )
     data = answer.opening(ACCEPTED)
     for delta in DELTAS:

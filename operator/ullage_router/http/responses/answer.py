@@ -113,10 +113,29 @@ class _OpenItem:
         return base | {"role": "assistant", "content": content}
 
 
+class Framing(NamedTuple):
+    """How the events of a stream follow one another."""
+
+    event: Callable[[bytes, str], bytes]
+    """Returns the bytes of an event, from its JSON and its type."""
+    done: bytes
+    """The bytes after the last event."""
+
+
+def _line(data: bytes, _: str) -> bytes:
+    return data + b"\n"
+
+
+SSE = Framing(sse_event, DONE)
+LINES = Framing(_line, b"")
+"""Each event's JSON is a line, which becomes a message of a WebSocket."""
+
+
 class ResponsesAnswer:
     """Writes one answer of /v1/responses.
 
     Args:
+        framing: How the events of a stream follow one another.
         repeated: The fields of the request that the response repeats.
         namespaces: Namespaces of the functions that have one, by name in the conversation.
         custom_tools: Names in the conversation of the tools whose input is text instead of JSON.
@@ -127,12 +146,14 @@ class ResponsesAnswer:
 
     def __init__(
         self,
+        framing: Framing,
         repeated: Mapping[str, object],
         namespaces: Mapping[str, str],
         custom_tools: frozenset[str],
         keep: Callable[[str, bytes, inference_pb2.Message], None] | None,
         options: ResponseOptions,
     ) -> None:
+        self._framing = framing
         self._repeated = repeated
         self._namespaces = namespaces
         self._custom_tools = custom_tools
@@ -162,16 +183,18 @@ class ResponsesAnswer:
         )
 
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
-        """Return the events for an event of the answer. The last one is followed by [DONE]."""
-        events = self._changes(event)
-        return self._events(events) + (DONE if event.HasField("finished") else b"")
+        """Return the events for an event of the answer. The end of the stream follows the last."""
+        done = self._framing.done if event.HasField("finished") else b""
+        return self._events(self._changes(event)) + done
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the events that end a stream with an error."""
         message, _ = in_api_words(error, "input", NAMES)
         response = self._response("failed")
         response["error"] = {"code": error_code(error), "message": message}
-        return self._events([{"type": "response.failed", "response": response}]) + DONE
+        return (
+            self._events([{"type": "response.failed", "response": response}]) + self._framing.done
+        )
 
     def collect(self, event: inference_pb2.GenerateResponse) -> None:
         """Add an event to the complete response."""
@@ -355,7 +378,7 @@ class ResponsesAnswer:
         for event in events:
             event["sequence_number"] = self._num_events
             self._num_events += 1
-            data.append(sse_event(_encode(event), str(event["type"])))
+            data.append(self._framing.event(_encode(event), str(event["type"])))
         return b"".join(data)
 
 

@@ -1,7 +1,7 @@
 """Serves /v1/responses, and the stored responses below it."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -17,11 +17,15 @@ from ullage_router.http.openai.endpoint import (
     Parsed,
     sampling_defaults,
 )
-from ullage_router.http.responses.answer import ResponsesAnswer
-from ullage_router.http.responses.errors import ERRORS
+from ullage_router.http.responses.answer import LINES, SSE, Framing, ResponsesAnswer
+from ullage_router.http.responses.errors import ERRORS, MESSAGE_ERRORS
 from ullage_router.http.responses.input_items import read_page
 from ullage_router.http.responses.requests import SAMPLING, Asked, read_request
-from ullage_router.http.responses.store import ResponseStore, StoredResponse
+from ullage_router.http.responses.store import (
+    ConnectionResponses,
+    ResponseStore,
+    StoredResponse,
+)
 from ullage_router.prompts.tools.forced_calls import FURTHER
 from ullage_router.server.service import RouterService
 from ullage_router.tenants.session import TenantSession
@@ -64,6 +68,22 @@ def counting_dialect(service: RouterService, store: ResponseStore) -> Dialect:
     )
 
 
+def message_dialect(service: RouterService, responses: ConnectionResponses) -> Dialect:
+    """Return the dialect of the messages on a WebSocket.
+
+    Args:
+        service: Provides the configuration and the model.
+        responses: The responses that messages may continue.
+    """
+    return Dialect(
+        functools.partial(_parse_message, service, responses),
+        MESSAGE_ERRORS,
+        keepalive=b"",  # the connection has pings
+        takes_files=True,
+        more_bytes=functools.partial(_stored_bytes, responses),
+    )
+
+
 class _Continuing(msgspec.Struct):
     """The field of a body that names the response to continue."""
 
@@ -73,7 +93,9 @@ class _Continuing(msgspec.Struct):
 _CONTINUING = msgspec.json.Decoder(_Continuing)
 
 
-def _stored_bytes(store: ResponseStore, body: Body, tenant: TenantSession) -> int:
+def _stored_bytes(
+    store: ResponseStore | ConnectionResponses, body: Body, tenant: TenantSession
+) -> int:
     """Return the size in bytes of the response that a request continues.
 
     It is 0 for invalid bodies, which `_parse` refuses.
@@ -90,6 +112,21 @@ def _parse(
     service: RouterService, store: ResponseStore, body: Body, tenant: TenantSession
 ) -> Parsed:
     asked = _read(service, store, body, tenant)
+    return _parsed(service, asked, SSE, functools.partial(store.add, tenant.name))
+
+
+def _parse_message(
+    service: RouterService, responses: ConnectionResponses, body: Body, tenant: TenantSession
+) -> Parsed:
+    asked = _read(service, responses, body, tenant)
+    add = responses.stored.add if asked.is_stored else responses.add
+    parsed = _parsed(service, asked, LINES, functools.partial(add, tenant.name))
+    return parsed._replace(is_streamed=True)
+
+
+def _parsed(
+    service: RouterService, asked: Asked, framing: Framing, add: Callable[..., None]
+) -> Parsed:
     model = service.engines.model
     defaults = SAMPLING | (sampling_defaults(model) if model else {})
     sampling = {
@@ -97,12 +134,17 @@ def _parse(
         for name in SAMPLING
     }
     asked.repeated["parallel_tool_calls"] = _is_parallel(asked, model)
-    keep = functools.partial(_keep, store, tenant.name, asked) if asked.conversation else None
+    keep = functools.partial(_keep, add, asked) if asked.conversation else None
     return Parsed(
         [asked.request],
         asked.is_streamed,
         functools.partial(
-            ResponsesAnswer, asked.repeated | sampling, asked.namespaces, asked.custom_tools, keep
+            ResponsesAnswer,
+            framing,
+            asked.repeated | sampling,
+            asked.namespaces,
+            asked.custom_tools,
+            keep,
         ),
         prompt_cache_key=asked.prompt_cache_key,
         ignored=asked.ignored,
@@ -124,7 +166,12 @@ def _parse_count(
     )
 
 
-def _read(service: RouterService, store: ResponseStore, body: Body, tenant: TenantSession) -> Asked:
+def _read(
+    service: RouterService,
+    store: ResponseStore | ConnectionResponses,
+    body: Body,
+    tenant: TenantSession,
+) -> Asked:
     drops_turns = "shrinkContext" in service.config.routing.ladder
     return read_request(
         body.take(), tenant.name, store, drops_turns=drops_turns, documents=body.documents
@@ -147,20 +194,18 @@ def _is_parallel(asked: Asked, model: Model | None) -> bool:
 
 
 def _keep(
-    store: ResponseStore,
-    tenant: str,
+    add: Callable[..., None],
     asked: Asked,
     name: str,
     body: bytes,
     turn: inference_pb2.Message,
 ) -> None:
-    """Store a response, with the conversation that ends with the answer's turn."""
+    """Keep a response, with the conversation that ends with the answer's turn."""
     answered = inference_pb2.Messages(messages=[turn]).SerializeToString()
     # Serialized messages that follow one another are the serialized list of all their turns.
     conversation = asked.conversation + answered
     root = asked.previous.root if asked.previous else name
-    store.add(
-        tenant,
+    add(
         name,
         body,
         conversation=conversation,

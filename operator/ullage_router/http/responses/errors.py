@@ -3,6 +3,7 @@
 import msgspec
 
 from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import http_status
 from ullage_router.http.openai.errors import (
     DONE,
     STRUCTURED_OUTPUTS,
@@ -43,4 +44,13 @@ def _event(error: ServiceError) -> bytes:
     return sse_event(msgspec.json.encode(event), "error") + DONE
 
 
+def _message(error: ServiceError) -> bytes:
+    """Return the WebSocket message for a request that fails before its response was created."""
+    details = error_object(error, "input", NAMES, is_event=True)
+    message = {"type": "error", "status": http_status(error), "error": details}
+    return msgspec.json.encode(message) + b"\n"
+
+
 ERRORS = ErrorFormat(openai_errors("input", NAMES).body, _event)
+MESSAGE_ERRORS = ErrorFormat(_message, _message)
+"""The format on a WebSocket, where each message is followed by a line break."""

@@ -17,8 +17,16 @@ from ullage_router.http.openai.responses import JSON
 from ullage_router.http.openai.schemas import Common, JsonSchema, ResponseFormat
 from ullage_router.http.responses.input_items import encode_items
 from ullage_router.http.responses.items import add_items
-from ullage_router.http.responses.schemas import ResponsesRequest, TextFormat
-from ullage_router.http.responses.store import ResponseStore, StoredResponse
+from ullage_router.http.responses.schemas import (
+    ResponseCreateEvent,
+    ResponsesRequest,
+    TextFormat,
+)
+from ullage_router.http.responses.store import (
+    ConnectionResponses,
+    ResponseStore,
+    StoredResponse,
+)
 from ullage_router.http.responses.tools import (
     as_answered,
     full_name,
@@ -44,6 +52,7 @@ SAMPLING = {
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 _BODY = body_decoder(ResponsesRequest)
+_MESSAGE = body_decoder(ResponseCreateEvent)
 _SHARED = frozenset(Common.__struct_fields__) & frozenset(ResponsesRequest.__struct_fields__)
 """Fields that have the same name and meaning in chats."""
 
@@ -58,13 +67,15 @@ class Asked:
     repeated: JSON
     """The fields of the request that the response repeats."""
     conversation: bytes
-    """Serialized `Messages` without the instructions. Empty if the response is not to be stored.
+    """Serialized `Messages` without the instructions. Empty if the response is not to be kept.
 
     Long bodies and conversations are not stored, since requests that continue them would avoid the
     turns that long bodies take.
     """
     input_items: bytes
-    """JSON list of the items that the response answers. Empty if it is not to be stored."""
+    """JSON list of the items that the response answers. Empty if it is not to be kept."""
+    is_stored: bool
+    """Whether the response is stored, as opposed to kept for its WebSocket only."""
     previous: StoredResponse | None
     """The response that the request continues."""
     namespaces: Mapping[str, str]
@@ -80,7 +91,7 @@ class Asked:
 def read_request(
     data: bytes,
     tenant: str,
-    store: ResponseStore,
+    store: ResponseStore | ConnectionResponses,
     *,
     drops_turns: bool,
     documents: Documents | None = None,
@@ -88,21 +99,28 @@ def read_request(
     """Decode the body of a request to /v1/responses, and convert it.
 
     Args:
-        data: The body.
+        data: The body, or the message of a WebSocket.
         tenant: Name of the tenant.
-        store: The stored responses.
+        store: The responses that may be continued. Those of a WebSocket if `data` is a message.
         drops_turns: Whether this service drops old turns of conversations that are too long.
         documents: The files that the body names, or None if the service stores no files.
 
     Raises:
         ServiceError: The body is invalid. The error names the field.
     """
-    body, ignored = parse_fields(_BODY, data)
+    is_message = isinstance(store, ConnectionResponses)
+    body: ResponsesRequest
+    if is_message:
+        event, ignored = parse_fields(_MESSAGE, data)
+        body = event
+    else:
+        body, ignored = parse_fields(_BODY, data)
     _check_options(body, drops_turns=drops_turns)
     previous = _previous(body, tenant, store)
-    is_stored = _is_stored(body, store) and len(data) <= LONG_BODY_BYTES
+    is_stored = _is_stored(body, store)
+    is_kept = (is_stored or is_message) and len(data) <= LONG_BODY_BYTES
     # The conversion empties the list. Copies of long ones would take megabytes.
-    given = list(body.input) if is_stored and not isinstance(body.input, str) else body.input
+    given = list(body.input) if is_kept and not isinstance(body.input, str) else body.input
 
     request = _without_input(body)
     messages = request.messages
@@ -121,7 +139,7 @@ def read_request(
     check_calls(sum(len(message.tool_calls) for message in messages.messages))
     conversation = b""
     input_items = b""
-    if is_stored and messages.ByteSize() <= LONG_BODY_BYTES:
+    if is_kept and messages.ByteSize() <= LONG_BODY_BYTES:
         input_items = encode_items(given, previous)
         if len(input_items) > LONG_BODY_BYTES:
             input_items = b""
@@ -135,7 +153,8 @@ def read_request(
     if functions is not None:
         messages.tools.CopyFrom(functions)
 
-    repeated = _repeated(body, is_stored=bool(conversation))
+    is_stored = is_stored and bool(conversation)
+    repeated = _repeated(body, is_stored=is_stored)
     repeated["tools"] = msgspec.Raw(msgspec.json.encode([as_answered(tool) for tool in tools]))
     kept_bytes = len(conversation) + len(input_items)
     kept_bytes += sum(
@@ -160,6 +179,7 @@ def read_request(
         repeated,
         conversation,
         input_items,
+        is_stored,
         previous,
         namespaces,
         custom_tools,
@@ -206,7 +226,7 @@ def check_metadata(metadata: Mapping[str, str] | None) -> None:
             raise invalid_value("metadata", f"{key[:20]}: {value[:20]}", possible)
 
 
-def _is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
+def _is_stored(body: ResponsesRequest, store: ResponseStore | ConnectionResponses) -> bool:
     if store.is_enabled:
         return body.store is not False
     if body.store:
@@ -218,11 +238,13 @@ def _is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
     return False
 
 
-def _previous(body: ResponsesRequest, tenant: str, store: ResponseStore) -> StoredResponse | None:
+def _previous(
+    body: ResponsesRequest, tenant: str, store: ResponseStore | ConnectionResponses
+) -> StoredResponse | None:
     name = body.previous_response_id
     if not name:
         return None
-    if not store.is_enabled:
+    if not (store.is_enabled or isinstance(store, ConnectionResponses)):
         raise invalid(
             "previous_response_id",
             f"previous_response_id is {name[:60]}, and this service stores no responses; send the "

@@ -4,7 +4,7 @@ Unknown fields are ignored, as in chats. Known fields that would change the mean
 are refused by name if the service does not support them.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -172,3 +172,18 @@ class ResponsesRequest(Refusing, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, object] | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+
+
+class ResponseCreateEvent(ResponsesRequest, frozen=True, kw_only=True):
+    """A message of a client on a WebSocket to /v1/responses, which asks for a response."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
+        **ResponsesRequest.NEUTRAL,
+        "generate": (None, True),
+        "stream": (None, True),
+        "stream_id": (None,),
+    }
+
+    type: Literal["response.create"]
+    generate: bool | None = None
+    stream_id: object = None

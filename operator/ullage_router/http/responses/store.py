@@ -122,3 +122,64 @@ class ResponseStore:
         """Remove a tenant's oldest responses until the others have at most `most` bytes."""
         while self._of_tenants[tenant] > most:
             self.remove(tenant, next(iter(self._names[tenant])))
+
+
+class ConnectionResponses:
+    """The responses that requests on one WebSocket may continue: stored ones, and the latest one.
+
+    The latest response can be continued on its connection even if it is not stored. As the API
+    demands, it is forgotten if a request that continues it fails.
+
+    Args:
+        stored: The service's stored responses.
+        latest: The latest responses of all connections, if they are not stored.
+    """
+
+    def __init__(self, stored: ResponseStore, latest: ResponseStore) -> None:
+        self.stored = stored
+        self._latest = latest
+        self._name: _Name | None = None
+        """The key of this connection's latest response, or None."""
+        self._is_continued = False
+        """Whether the current request continues the latest response."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the service stores responses."""
+        return self.stored.is_enabled
+
+    def find(self, tenant: str, name: str) -> StoredResponse | None:
+        """Return a tenant's response, or None if it is not here. Any thread may call this."""
+        if (tenant, name) != self._name:
+            return self.stored.find(tenant, name)
+        self._is_continued = True
+        return self._latest.find(tenant, name)
+
+    def add(
+        self,
+        tenant: str,
+        name: str,
+        body: bytes,
+        *,
+        conversation: bytes,
+        input_items: bytes,
+        root: str,
+    ) -> None:
+        """Keep a response that is not stored, in place of the latest one."""
+        self.forget()
+        self._name = (tenant, name)
+        self._latest.add(
+            tenant, name, body, conversation=conversation, input_items=input_items, root=root
+        )
+
+    def end_request(self) -> None:
+        """Forget the latest response if the request that continued it gave no newer one."""
+        if self._is_continued:
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget the latest response."""
+        if self._name:
+            self._latest.remove(*self._name)
+        self._name = None
+        self._is_continued = False

@@ -1,0 +1,93 @@
+"""Serves /v1/responses over WebSockets, where each message of a client is one request."""
+
+import logging
+
+from ullage_router.errors import internal, websocket_too_old
+from ullage_router.http.messages import Endpoint, Message, Reply, Request
+from ullage_router.http.openai.endpoint import GenerateEndpoint
+from ullage_router.http.responses.endpoint import message_dialect
+from ullage_router.http.responses.errors import MESSAGE_ERRORS
+from ullage_router.http.responses.store import ConnectionResponses, ResponseStore
+from ullage_router.http.sessions import open_session
+from ullage_router.http.websocket import WebSocket, open_websocket
+from ullage_router.server.service import RouterService
+
+INTERNAL_ERROR = 1011
+"""The close code after a failure of the server."""
+
+log = logging.getLogger(__name__)
+
+
+class ResponsesSocket:
+    """Opens WebSockets, and answers their messages one after the other until they close.
+
+    A message is answered as a streamed POST request with the same body is. It needs the same key,
+    counts against the same quotas and memory, and has the same records and metrics.
+
+    Args:
+        service: Serves requests, and provides the tenants.
+        store: The stored responses, which messages may continue.
+    """
+
+    def __init__(self, service: RouterService, store: ResponseStore) -> None:
+        self._service = service
+        self._store = store
+        self._latest = ResponseStore(service.config.routing.responses)
+        """The latest responses of the connections, as far as they are not stored."""
+
+    async def __call__(self, request: Request, reply: Reply) -> None:
+        service = self._service
+        open_session(service.tenants, request, request.headers.get("authorization"))
+        error = websocket_too_old(request.limits.websocket_max_age_s)
+        farewell = MESSAGE_ERRORS.body(error).decode().rstrip()
+        socket = open_websocket(request, reply, service.config.streaming.keepalive, farewell)
+
+        responses = ConnectionResponses(self._store, self._latest)
+        serve = GenerateEndpoint(service, message_dialect(service, responses))
+        try:
+            while await socket.wait():
+                await _answer(serve, request, socket)
+                responses.end_request()
+        except Exception:
+            log.exception("a WebSocket failed")
+            await socket.send(MESSAGE_ERRORS.body(internal()).decode().rstrip())
+            socket.close(INTERNAL_ERROR, "internal error; connect again")
+        finally:
+            responses.forget()
+
+
+async def _answer(serve: Endpoint, request: Request, socket: WebSocket) -> None:
+    """Answer the current message of a connection."""
+    message = request.of_message(socket.receive)
+    lines = _Lines(socket)
+    try:
+        await serve(message, Reply(message, lines.send))
+    finally:
+        message.close()
+    await socket.skip()
+
+
+class _Lines:
+    """Sends each line of a reply's body as a message.
+
+    Args:
+        socket: The connection.
+    """
+
+    def __init__(self, socket: WebSocket) -> None:
+        self._socket = socket
+        self._rest: list[bytes] = []
+        """Pieces of a line whose end has yet to come."""
+
+    async def send(self, message: Message) -> None:
+        """Take an ASGI message of the reply. Its status is part of the lines of errors."""
+        body = message.get("body", b"")
+        if not body:
+            return
+        *ended, rest = body.split(b"\n")
+        if ended:
+            ended[0] = b"".join((*self._rest, ended[0]))
+            self._rest.clear()
+            await self._socket.send(*(line.decode() for line in ended))
+        if rest:
+            self._rest.append(rest)
