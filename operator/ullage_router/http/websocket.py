@@ -22,6 +22,8 @@ from ullage_router.http.messages import Message, Reply, Request
 VERSION = "13"
 """The only version of the protocol, as `sec-websocket-version` has it."""
 KEY_BYTES = 16
+STOPPING = "the server stops; connect again"
+"""The reason of a close frame."""
 FRAMES_PER_TURN = 256
 """Maximum number of frames parsed per connection and event loop iteration."""
 HELD_BYTES = 64 << 10
@@ -183,8 +185,8 @@ class WebSocket(asyncio.Protocol):
 
     def leave(self) -> None:
         """Close the connection after the answer to the current message, if there is one."""
-        if not self._is_busy:
-            self.close(CloseReason.GOING_AWAY, "the server stops; connect again")
+        if not (self._is_busy or self._parts):
+            self.close(CloseReason.GOING_AWAY, STOPPING)
 
     def shutdown(self) -> None:
         """Close the connection after the answer to the current message, if there is one."""
@@ -234,7 +236,7 @@ class WebSocket(asyncio.Protocol):
         self._idle_since = self._loop.time()
         self._end_idle(self._idle_since)
         if self._connections.is_leaving:
-            self.leave()
+            self.close(CloseReason.GOING_AWAY, STOPPING)
         while not self._parts and self._is_open:
             self._changed.clear()
             await self._changed.wait()
@@ -260,7 +262,7 @@ class WebSocket(asyncio.Protocol):
         part, self._has_more = self._parts.popleft()
         self._held_bytes -= len(part)
         self._taken_bytes += len(part)
-        if self._is_reading_paused:
+        if self._is_reading_paused and not self._parts:
             self._loop.call_soon(self._parse_on)
         return {"type": "http.request", "body": part, "more_body": self._has_more}
 
