@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pytest
 from ullage_testing.fake_engine import MODEL
+from ullage_testing.raw_websocket import RawWebSocket
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
@@ -236,6 +237,40 @@ def test_a_failure_in_mid_answer_is_an_event(start_service: "StartService") -> N
             service.engine.script.fail_after = None
             again = await ask(socket, input="Two", previous_response_id=first)
             assert again["error"]["code"] == "previous_response_not_found"
+
+    asyncio.run(scenario())
+
+
+def test_long_messages_have_the_bounds_of_bodies(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service, opened(service) as socket:
+            for size in (100_000, 3 << 20):
+                error = await ask(socket, input="x" * size)
+                assert error["error"]["code"] == "context_length_exceeded"
+            await socket.send(json.dumps(CREATE | {"input": "x" * (9 << 20)}))
+            (error,) = await read_answer(socket)
+            assert (error["status"], error["error"]["code"]) == (413, "BODY_TOO_LARGE")
+            async with asyncio.timeout(WAIT_S):
+                await socket.wait_closed()
+            assert socket.close_code == 1009
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_is_long_in_coming_is_no_different(start_service: "StartService") -> None:
+    """A stream over HTTP begins with a sign of life. Here there are pings."""
+
+    async def scenario() -> None:
+        streaming = {"keepalive": 0.05, "coalesce_tokens": 1}
+        async with start_service(streaming=streaming) as service, asyncio.timeout(WAIT_S):
+            hold = service.engine.script.hold = asyncio.Event()
+            client = await RawWebSocket.open(service.router.http_port, "/v1/responses")
+            await client.send(json.dumps(CREATE | {"input": "Hi"}))
+            await client.pings(4)
+            hold.set()
+            first = (await client.messages(1))[0]
+            assert json.loads(first)["type"] == "response.created"
+            client.writer.close()
 
     asyncio.run(scenario())
 

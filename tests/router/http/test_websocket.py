@@ -1,15 +1,18 @@
 """WebSockets over raw sockets: handshakes, frames, bounds, slow clients, time limits, the end."""
 
 import asyncio
-import base64
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ullage_testing.certificates import Authority
+from ullage_testing.raw_websocket import KEY, RawWebSocket, handshake
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from wsproto.connection import Connection, ConnectionType
@@ -25,11 +28,7 @@ from ullage_router.http.server import HTTPServer
 from ullage_router.http.websocket import HELD_BYTES, open_websocket
 
 WAIT_S = 20.0
-KEY = base64.b64encode(b"0123456789abcdef")
-HANDSHAKE = (
-    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: " + KEY + b"\r\n\r\n"
-)
+HANDSHAKE = handshake()
 SMALL = HTTPLimits(
     max_body_bytes=1000,
     body_timeout_s=0.3,
@@ -74,64 +73,41 @@ class Echo:
             raise
 
 
-class Client:
-    """A raw connection after its handshake."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-        self.frames = Connection(ConnectionType.CLIENT)
-
-    async def send(self, text: str, **more: Any) -> None:
-        self.writer.write(self.frames.send(TextMessage(text, **more)))
-        await self.writer.drain()
-
-    async def messages(self, count: int) -> list[str]:
-        """The next messages, each as a whole."""
-        texts: list[str] = []
-        async with asyncio.timeout(WAIT_S):
-            while len(texts) < count:
-                self.frames.receive_data(await self.reader.read(1 << 16) or None)
-                texts += [e.data for e in self.frames.events() if isinstance(e, TextMessage)]
-        return texts
-
-    async def rest(self) -> bytes:
-        """Everything until the server closes."""
-        async with asyncio.timeout(WAIT_S):
-            return await self.reader.read()
+async def rest(client: RawWebSocket) -> bytes:
+    """Everything until the server closes."""
+    async with asyncio.timeout(WAIT_S):
+        return await client.reader.read()
 
 
 OpenSocket = Callable[..., Awaitable[ClientConnection]]
-OpenRaw = Callable[[], Awaitable[Client]]
+OpenRaw = Callable[[], Awaitable[RawWebSocket]]
 Scenario = Callable[[HTTPServer, Echo, OpenSocket, OpenRaw], Awaitable[None]]
 Run = Callable[..., None]
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    limits: HTTPLimits, ping_s: float
+    limits: HTTPLimits, ping_s: float, context: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[HTTPServer, Echo, OpenSocket, OpenRaw]]:
     echo = Echo(ping_s)
     server = HTTPServer(echo, limits)
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    await server.start(listener)
+    scheme = "wss" if context else "ws"
+    await server.start(listener, context)
 
     async with contextlib.AsyncExitStack() as stack:
 
         async def open_socket(**more: Any) -> ClientConnection:
             return await stack.enter_async_context(
-                connect(f"ws://127.0.0.1:{port}", ping_interval=None, **more)
+                connect(f"{scheme}://127.0.0.1:{port}", ping_interval=None, **more)
             )
 
-        async def open_raw() -> Client:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            stack.callback(writer.close)
-            writer.write(HANDSHAKE)
+        async def open_raw() -> RawWebSocket:
             async with asyncio.timeout(WAIT_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 101 Switching Protocols\r\n")
-            return Client(reader, writer)
+                client = await RawWebSocket.open(port)
+            stack.callback(client.writer.close)
+            return client
 
         yield server, echo, open_socket, open_raw
         echo.go_on.set()
@@ -210,6 +186,28 @@ def test_fragments_are_one_message_and_pings_may_come_between(run: Run) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("start", [asyncio.run, uvloop.run])
+def test_messages_pass_through_tls(start: Any, tmp_path: Path) -> None:
+    folder = Authority().issue(tmp_path / "tls", "localhost")
+    serves = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serves.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    trusts = ssl.create_default_context(cafile=folder / "ca.crt")
+
+    async def main() -> None:
+        async with serving(HTTPLimits(), 0.0, serves) as (server, echo, open_socket, _):
+            socket = await open_socket(ssl=trusts)
+            await socket.send("wait")
+            await until(lambda: echo.begun == ["wait"])
+            await socket.send("x" * 1_000_000)
+            echo.go_on.set()
+            for text in ("wait", "4", "x" * 1_000_000, "1000000"):
+                assert await received(socket) == text
+            await server.leave(WAIT_S)
+            assert (await closed(socket))[0] == 1001
+
+    start(main())
+
+
 HANDSHAKES = {
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n": (426, "UPGRADE_REQUIRED"),
     HANDSHAKE.replace(b"13", b"8"): (426, "UPGRADE_REQUIRED"),
@@ -219,7 +217,7 @@ HANDSHAKES = {
     HANDSHAKE.replace(b"HTTP/1.1", b"HTTP/1.0"): (426, "UPGRADE_REQUIRED"),
     HANDSHAKE.replace(KEY, b"short"): (400, "MALFORMED_REQUEST"),
     HANDSHAKE.replace(KEY, b""): (400, "MALFORMED_REQUEST"),
-    HANDSHAKE.replace(b"Host: x\r\n", b""): (None, ""),
+    HANDSHAKE.replace(b"Host: 127.0.0.1\r\n", b""): (None, ""),
 }
 
 
@@ -228,18 +226,18 @@ def test_invalid_handshakes_are_refused(run: Run) -> None:
         assert server._server
         port = server._server.sockets[0].getsockname()[1]
         wrong = {}
-        for handshake, (status, reason) in HANDSHAKES.items():
+        for sent, (status, reason) in HANDSHAKES.items():
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(handshake)
+            writer.write(sent)
             async with asyncio.timeout(WAIT_S):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
                 body = (await reader.readexactly(length)).decode()
             if status is None:
                 if head.startswith("HTTP/1.1 101"):
-                    wrong[handshake] = head
+                    wrong[sent] = head
             elif not head.startswith(f"HTTP/1.1 {status} ") or body != reason:
-                wrong[handshake] = (head, body)
+                wrong[sent] = (head, body)
             writer.close()
         assert wrong == {}
 
@@ -288,7 +286,7 @@ def test_binary_messages_and_broken_frames_close_the_connection(run: Run) -> Non
         ):
             client = await raw()
             client.writer.write(frame + b"\x81" * 1000)
-            answer = await client.rest()
+            answer = await rest(client)
             assert (answer[0], int.from_bytes(answer[2:4])) == (0x88, code), frame
         assert echo.begun == []
 
@@ -299,8 +297,9 @@ def test_a_message_that_does_not_end_is_refused(run: Run) -> None:
     async def scenario(_: HTTPServer, echo: Echo, __: OpenSocket, raw: OpenRaw) -> None:
         client = await raw()
         await client.send("begun", message_finished=False)
-        assert await client.messages(1) == ["REQUEST_TIMEOUT"]
-        assert b"\x88" in await client.rest() or client.reader.at_eof()
+        async with asyncio.timeout(WAIT_S):
+            assert await client.messages(1) == ["REQUEST_TIMEOUT"]
+        assert b"\x88" in await rest(client) or client.reader.at_eof()
 
     run(scenario, SMALL)
 
@@ -381,9 +380,9 @@ def test_a_silent_connection_gets_pings(run: Run) -> None:
     async def scenario(_: HTTPServer, echo: Echo, __: OpenSocket, raw: OpenRaw) -> None:
         client = await raw()
         async with asyncio.timeout(WAIT_S):
-            assert await client.reader.readexactly(4) == 2 * b"\x89\x00"  # not answered
-        await client.send("abc")
-        assert "abc" in await client.messages(2)
+            await client.pings(3)  # which it does not answer
+            await client.send("abc")
+            assert "abc" in await client.messages(2)
 
     run(scenario, ping_s=0.1)
 
@@ -480,7 +479,7 @@ def test_any_bytes_end_in_a_close_and_never_in_a_failure(data: bytes) -> None:
             client = await open_raw()
             client.writer.write(data)
             client.writer.write_eof()
-            await client.rest()
+            await rest(client)
             await until(lambda: server.num_connections == 0)
 
     asyncio.run(scenario())
