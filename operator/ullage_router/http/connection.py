@@ -48,6 +48,11 @@ STARTED_PER_TURN = 16
 
 Starting a thousand requests at once would delay other requests' tokens and the engines' reports.
 """
+FRAMES_PER_TURN = 64
+"""Number of frames of all WebSockets that are parsed in one iteration of the event loop.
+
+A frame takes about 25 us.
+"""
 FRAMING_BYTES_PER_BYTE = 8
 """Allowed bytes of chunk framing per byte of body. A one-byte chunk has five bytes of framing."""
 EVENTS_PER_TURN = 1024
@@ -118,6 +123,39 @@ class UnsentBytes:
         return now - self._sent_at
 
 
+class Turns:
+    """Runs calls in their order, with a limited amount of work per event loop iteration.
+
+    Args:
+        most: Amount of work after which the next call waits for the next iteration.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._calls: deque[Callable[[], int]] = deque()
+        self._is_due = False
+
+    def add(self, call: Callable[[], int]) -> None:
+        """Schedule a call, which returns the amount of its work, after all earlier calls."""
+        self._calls.append(call)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        self._is_due = False
+        work = 0
+        try:
+            while self._calls and work < self._most:
+                work += self._calls.popleft()()
+        finally:
+            if self._calls:
+                self._schedule()
+
+
 class ConnectionState(ServerState):
     """The state shared by all of a server's connections.
 
@@ -126,6 +164,8 @@ class ConnectionState(ServerState):
         timeouts_s: Seconds that each phase of a connection may take.
         is_leaving: Whether responses tell clients to use a new connection for the next request.
         is_draining: Whether new connections are refused.
+        starts: Turns in which requests start. The work is the number of requests.
+        frames: Turns in which WebSockets parse. The work is the number of frames.
     """
 
     def __init__(self, limits: HTTPLimits) -> None:
@@ -140,24 +180,8 @@ class ConnectionState(ServerState):
         }
         self.is_leaving = False
         self.is_draining = False
-        self._starts: deque[Callable[[], None]] = deque()
-
-    def start_soon(self, start: Callable[[], None]) -> None:
-        """Schedule a request to start after all earlier requests.
-
-        Each iteration of the event loop starts at most STARTED_PER_TURN requests.
-        """
-        self._starts.append(start)
-        if len(self._starts) == 1:
-            asyncio.get_running_loop().call_soon(self._start_some)
-
-    def _start_some(self) -> None:
-        try:
-            for _ in range(min(STARTED_PER_TURN, len(self._starts))):
-                self._starts.popleft()()
-        finally:
-            if self._starts:
-                asyncio.get_running_loop().call_soon(self._start_some)
+        self.starts = Turns(STARTED_PER_TURN)
+        self.frames = Turns(FRAMES_PER_TURN)
 
 
 class Cycle(RequestResponseCycle):
@@ -703,13 +727,14 @@ class HTTPConnection(HttpToolsProtocol):
 
     def _answer(self, cycle: Cycle) -> None:
         self._answered = cycle
-        self._shared.start_soon(partial(self._start, cycle))
+        self._shared.starts.add(partial(self._start, cycle))
 
-    def _start(self, cycle: Cycle) -> None:
+    def _start(self, cycle: Cycle) -> int:
         if not cycle.disconnected:
             if self._shared.is_leaving:
                 cycle.keep_alive = False
             self._start_asgi_task(cycle, self.app)
+        return 1
 
 
 def _asks_for_websocket(method: bytes, version: bytes, headers: Headers) -> bool:

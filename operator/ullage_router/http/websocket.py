@@ -24,11 +24,18 @@ VERSION = "13"
 KEY_BYTES = 16
 STOPPING = "the server stops; connect again"
 """The reason of a close frame."""
-FRAMES_PER_TURN = 256
-"""Maximum number of frames parsed per connection and event loop iteration."""
+TOO_MANY_FRAMES = "too many small frames; send a message in one frame"
+FRAMES_PER_STEP = 16
+"""Maximum number of frames of one connection that are parsed before those of another one."""
+MAX_SMALL_FRAMES = 256
+"""Number of control frames and small fragments of messages that a connection may send at once."""
+SMALL_FRAMES_PER_S = 2.0
+"""Number of further ones that a connection may send per second."""
+BYTES_PER_FRAME = 64
+"""Mean size of a message's fragments in bytes above which their number is not limited."""
 HELD_BYTES = 64 << 10
 """Number of received bytes that await the connection's reader, above which reading pauses."""
-HELD_PARTS = 256
+HELD_PARTS = 32
 """Number of received parts that await the connection's reader, above which reading pauses."""
 
 log = logging.getLogger(__name__)
@@ -119,14 +126,17 @@ class WebSocket(asyncio.Protocol):
         self._task = asyncio.current_task()
         self._frames = Connection(ConnectionType.SERVER)
 
-        self._unparsed = b""
-        """Bytes that were received but not yet parsed."""
+        self._unparsed = bytearray()
+        """Bytes that were received but not yet passed to the parser."""
+        self._has_frames = False
+        """Whether the parser may have more frames in the bytes that were passed to it."""
+        self._is_parse_due = False
         self._is_reading_paused = False
         self._parts: deque[tuple[bytes, bool]] = deque()
         """Received parts of messages, each with whether more of its message follows."""
         self._held_bytes = 0
         self._is_broken = False
-        """Whether the client has sent frames that cannot be parsed. Further ones are discarded."""
+        """Whether the client has sent frames that are not allowed. Further ones are discarded."""
         self._is_in_message = False
         """Whether the last received part was not the last of its message."""
         self._changed = asyncio.Event()
@@ -144,6 +154,10 @@ class WebSocket(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         now = self._loop.time()
+        self._small_frames = float(MAX_SMALL_FRAMES)
+        """Number of control frames and small fragments that may arrive before the next second."""
+        self._counted_at = now
+        """Time up to which `_small_frames` has grown."""
         self._unsent = UnsentBytes(now)
         self._opened_at = now
         self._idle_since = now
@@ -158,17 +172,24 @@ class WebSocket(asyncio.Protocol):
     # The event loop's calls.
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, or buffer them while reading is paused."""
+        """Buffer received bytes, and read no more until they are parsed.
+
+        Under TLS, reading stops one read late.
+        """
         self._silent_since = self._loop.time()
-        if self._unparsed:  # under TLS, reading stops one read late
-            self._unparsed += data
-        else:
-            self._parse(data)
+        if self._is_broken:
+            return
+        self._unparsed += data
+        if not self._is_reading_paused:
+            self._is_reading_paused = True
+            self._transport.pause_reading()
+        self._parse_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the task that reads and answers."""
         self._connections.connections.discard(self)
         self._drop_received()
+        self._unparsed.clear()
         self._writable.set()
         self._cancel()
 
@@ -179,13 +200,13 @@ class WebSocket(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Let senders and the reader go on."""
         self._writable.set()
-        self._loop.call_soon(self._parse_on)
+        self._parse_soon()
 
     # The server's calls.
 
     def leave(self) -> None:
         """Close the connection after the answer to the current message, if there is one."""
-        if not (self._is_busy or self._parts):
+        if not (self._is_busy or self._parts or self._unparsed or self._has_frames):
             self.close(CloseReason.GOING_AWAY, STOPPING)
 
     def shutdown(self) -> None:
@@ -263,7 +284,7 @@ class WebSocket(asyncio.Protocol):
         self._held_bytes -= len(part)
         self._taken_bytes += len(part)
         if self._is_reading_paused and not self._parts:
-            self._loop.call_soon(self._parse_on)
+            self._parse_soon()
         return {"type": "http.request", "body": part, "more_body": self._has_more}
 
     async def skip(self) -> None:
@@ -302,8 +323,7 @@ class WebSocket(asyncio.Protocol):
         self._closed_at = self._loop.time()
         self._drop_received()
         self._changed.set()
-        if self._is_reading_paused:
-            self._loop.call_soon(self._parse_on)
+        self._parse_soon()
 
     # From bytes to parts of messages.
 
@@ -316,40 +336,74 @@ class WebSocket(asyncio.Protocol):
         is_much = self._held_bytes > HELD_BYTES or len(self._parts) > HELD_PARTS
         return is_much or not self._writable.is_set()
 
-    def _parse_on(self) -> None:
-        if not self._transport.is_closing():
-            self._parse(self._unparsed)
+    def _parse_soon(self) -> None:
+        """Schedule the next step of the parser, unless it is scheduled or nothing is to be done."""
+        if self._is_reading_paused and not self._is_parse_due:
+            self._is_parse_due = True
+            self._connections.frames.add(self._parse)
 
-    def _parse(self, data: bytes) -> None:
-        """Parse received bytes until a limit is reached, and pause reading while bytes remain."""
-        start = 0
+    def _parse(self) -> int:
+        """Parse a few received frames, and return their number, or 1 for a part of one.
+
+        If reading is paused, it resumes once all received bytes are parsed.
+        """
+        self._is_parse_due = False
+        if self._transport.is_closing() or (self._is_full and not self._is_broken):
+            return 0
+
         num_frames = 0
-        while start < len(data) and not self._is_full and num_frames < FRAMES_PER_TURN:
-            if self._is_broken or self._transport.is_closing():
-                break
-            self._frames.receive_data(data[start : start + PARSED_BYTES])
-            start += PARSED_BYTES
-            for event in self._frames.events():
-                num_frames += 1
-                self._take(event)
+        if not self._is_broken:
+            if not self._has_frames:
+                self._frames.receive_data(bytes(self._unparsed[:PARSED_BYTES]))
+                del self._unparsed[:PARSED_BYTES]
+            num_frames = self._take_some()
 
-        if self._transport.is_closing():
-            return
         # The kernel resets a connection that is closed with unread bytes, and the client then loses
-        # the close frame. So bytes that cannot be parsed are read and discarded.
-        self._unparsed = b"" if self._is_broken else data[start:]
-        if self._unparsed or (self._is_full and not self._is_broken):
-            self._pause_reading()
-            if not self._is_full:
-                self._loop.call_soon(self._parse_on)
-        elif self._is_reading_paused:
-            self._is_reading_paused = False
-            self._transport.resume_reading()
+        # the close frame. So bytes that must not be parsed are read and discarded.
+        if self._is_broken:
+            self._unparsed.clear()
+            self._has_frames = False
+        if self._transport.is_closing():
+            return num_frames
+        if self._is_broken or not self._is_full:
+            if self._unparsed or self._has_frames:
+                self._parse_soon()
+            else:
+                self._is_reading_paused = False
+                self._transport.resume_reading()
+        return max(num_frames, 1)
 
-    def _pause_reading(self) -> None:
-        if not self._is_reading_paused:
-            self._is_reading_paused = True
-            self._transport.pause_reading()
+    def _take_some(self) -> int:
+        """Take at most FRAMES_PER_STEP frames from the parser, and return their number."""
+        num_frames = 0
+        self._has_frames = True
+        for event in self._frames.events():
+            num_frames += 1
+            self._count(event)
+            self._take(event)
+            if num_frames == FRAMES_PER_STEP or self._is_full or self._is_broken:
+                return num_frames
+        self._has_frames = False
+        return num_frames
+
+    def _count(self, event: Event) -> None:
+        """Count a frame that is small for its cost, and close the connection after too many.
+
+        A fragment of a message pays for itself and others by its size. The last one of a message is
+        free, because messages are answered one after the other.
+        """
+        now = self._loop.time()
+        frames = self._small_frames + SMALL_FRAMES_PER_S * (now - self._counted_at)
+        self._counted_at = now
+        is_text = isinstance(event, TextMessage)
+        if isinstance(event, TextMessage):
+            frames += len(event.data) / BYTES_PER_FRAME
+        is_free = is_text and self._is_open and (event.message_finished or not event.frame_finished)
+        frames -= not is_free
+        self._small_frames = min(frames, MAX_SMALL_FRAMES)
+        if frames < 0 and not self._is_broken:
+            self._is_broken = True
+            self.close(CloseReason.POLICY_VIOLATION, TOO_MANY_FRAMES)
 
     def _take(self, event: Event) -> None:
         match event:
@@ -388,7 +442,6 @@ class WebSocket(asyncio.Protocol):
     def _drop_received(self) -> None:
         self._parts.clear()
         self._held_bytes = 0
-        self._unparsed = b""
 
     # From messages to bytes.
 

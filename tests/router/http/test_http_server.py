@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -812,9 +813,14 @@ def test_a_stop_ends_what_does_not_end(run: Run) -> None:
 def test_a_burst_is_begun_in_order_and_over_several_turns() -> None:
     async def scenario() -> None:
         state = ConnectionState(HTTPLimits())
-        begun = []
+        begun: list[int] = []
+
+        def begin(number: int) -> int:
+            begun.append(number)
+            return 1
+
         for number in range(3 * STARTED_PER_TURN):
-            state.start_soon(lambda n=number: begun.append(n))
+            state.starts.add(partial(begin, number))
         sizes = [0]
         while len(begun) < 3 * STARTED_PER_TURN:
             await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,25 @@ from ullage_testing.raw_websocket import KEY, RawWebSocket, handshake
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from wsproto.connection import Connection, ConnectionType
-from wsproto.events import TextMessage
+from wsproto.events import CloseConnection, Event, Ping, Pong, TextMessage
 
 from ullage_common.process.addresses import listen
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import http_status
 from ullage_router.http import server as server_module
+from ullage_router.http.connection import FRAMES_PER_TURN
 from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.messages import Reply, Request
 from ullage_router.http.server import HTTPServer
-from ullage_router.http.websocket import HELD_BYTES, open_websocket
+from ullage_router.http.websocket import (
+    BYTES_PER_FRAME,
+    FRAMES_PER_STEP,
+    HELD_BYTES,
+    MAX_SMALL_FRAMES,
+    TOO_MANY_FRAMES,
+    WebSocket,
+    open_websocket,
+)
 
 WAIT_S = 20.0
 HANDSHAKE = handshake()
@@ -291,6 +301,93 @@ def test_binary_messages_and_broken_frames_close_the_connection(run: Run) -> Non
         assert echo.begun == []
 
     run(scenario, SMALL)
+
+
+async def close_of(client: RawWebSocket) -> tuple[int, str | None]:
+    """Code and reason of the server's close frame."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            for event in await client.events():
+                if isinstance(event, CloseConnection):
+                    return event.code, event.reason
+
+
+FLOODS: dict[str, tuple[Event, Event]] = {
+    "pings": (Ping(), Ping()),
+    "pongs": (Pong(), Pong()),
+    "fragments": (
+        TextMessage("x", message_finished=False),
+        TextMessage("x", message_finished=False),
+    ),
+    "empty fragments": (
+        TextMessage("", message_finished=False),
+        TextMessage("", message_finished=False),
+    ),
+    "pings in a message": (TextMessage("x", message_finished=False), Ping()),
+}
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_a_flood_of_small_frames_ends_the_connection(run: Run, kind: str) -> None:
+    async def scenario(server: HTTPServer, echo: Echo, __: OpenSocket, raw: OpenRaw) -> None:
+        client = await raw()
+        first, other = FLOODS[kind]
+        frames = client.frames.send(first)
+        frames += b"".join(client.frames.send(other) for _ in range(3 * MAX_SMALL_FRAMES))
+        client.writer.write(frames)
+        assert await close_of(client) == (1008, TOO_MANY_FRAMES)
+        await until(lambda: server.num_connections == 0)
+        assert echo.begun == []
+
+    run(scenario, HTTPLimits(linger_s=0.3))
+
+
+def test_fragments_of_enough_bytes_are_not_limited(run: Run) -> None:
+    async def scenario(_: HTTPServer, __: Echo, open_socket: OpenSocket, ___: OpenRaw) -> None:
+        socket = await open_socket()
+        count = 4 * MAX_SMALL_FRAMES
+        await socket.send(["x" * BYTES_PER_FRAME] * count)
+        assert await received(socket) == "x" * BYTES_PER_FRAME * count
+        assert await received(socket) == f"{BYTES_PER_FRAME * count}"
+        await socket.send(["x"] * (MAX_SMALL_FRAMES - 1))
+        assert await received(socket) == "x" * (MAX_SMALL_FRAMES - 1)
+
+    run(scenario)
+
+
+def test_frames_of_all_connections_share_the_turns_of_the_loop(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = 0
+    parsed = Counter[int]()
+    take = WebSocket._take
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def count_frame(socket: WebSocket, event: Event) -> None:
+        parsed[turn] += 1
+        take(socket, event)
+
+    async def scenario(_: HTTPServer, echo: Echo, __: OpenSocket, raw: OpenRaw) -> None:
+        clients = [await raw() for _ in range(8)]
+        counting = asyncio.create_task(count_turns())
+        for client in clients:
+            frames = b"".join(
+                client.frames.send(TextMessage("x")) + client.frames.send(Ping())
+                for _ in range(MAX_SMALL_FRAMES // 2)
+            )
+            client.writer.write(frames)
+        await until(lambda: len(echo.begun) == len(clients) * MAX_SMALL_FRAMES // 2)
+        counting.cancel()
+        assert parsed.total() == len(clients) * MAX_SMALL_FRAMES
+        assert max(parsed.values()) <= FRAMES_PER_TURN + FRAMES_PER_STEP
+
+    monkeypatch.setattr(WebSocket, "_take", count_frame)
+    run(scenario)
 
 
 def test_a_message_that_does_not_end_is_refused(run: Run) -> None:
