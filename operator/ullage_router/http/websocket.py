@@ -234,7 +234,7 @@ class WebSocket(asyncio.Protocol):
                 self._transport.close()
             return
 
-        if self._is_reading_paused:  # the server is slow, not the client: stop the clock
+        if self._parts:  # the server is slow, not the client: stop the clock
             self._message_since += now - self._ticked_at
         self._ticked_at = now
         # A missing pong ends nothing: some clients only answer pings while their program reads.

@@ -23,6 +23,7 @@ from ullage_common.process.addresses import listen
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import http_status
 from ullage_router.http import server as server_module
+from ullage_router.http import websocket as websocket_module
 from ullage_router.http.connection import FRAMES_PER_TURN
 from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.messages import Reply, Request
@@ -397,6 +398,26 @@ def test_a_message_that_does_not_end_is_refused(run: Run) -> None:
         async with asyncio.timeout(WAIT_S):
             assert await client.messages(1) == ["REQUEST_TIMEOUT"]
         assert b"\x88" in await rest(client) or client.reader.at_eof()
+
+    run(scenario, SMALL)
+
+
+def test_small_frames_do_not_stop_the_clock_of_a_message(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on small frames is far away here, and there are always some to parse."""
+    monkeypatch.setattr(websocket_module, "MAX_SMALL_FRAMES", 1 << 30)
+
+    async def scenario(server: HTTPServer, _: Echo, __: OpenSocket, raw: OpenRaw) -> None:
+        client = await raw()
+        await client.send("x", message_finished=False)
+        client.writer.write(client.frames.send(TextMessage("", message_finished=False)) * 60_000)
+        async with asyncio.timeout(WAIT_S):
+            assert await client.messages(1) == ["REQUEST_TIMEOUT"]
+        (connection,) = server._state.connections
+        socket: Any = connection
+        assert socket._is_reading_paused  # frames are still to be parsed
+        client.writer.transport.abort()
 
     run(scenario, SMALL)
 

@@ -1,4 +1,4 @@
-"""A WebSocket client that shows each frame, and sends what a test wants."""
+"""A WebSocket client that shows each frame, and can send any bytes."""
 
 import asyncio
 import base64
@@ -40,7 +40,9 @@ class RawWebSocket:
 
     async def events(self) -> list[Event]:
         """What comes next."""
-        self.frames.receive_data(await self.reader.read(1 << 16) or None)
+        data = await self.reader.read(1 << 16)
+        assert data, "the server has closed"
+        self.frames.receive_data(data)
         return list(self.frames.events())
 
     async def messages(self, count: int) -> list[str]:
