@@ -253,6 +253,7 @@ class WebSocket(asyncio.Protocol):
     async def wait(self) -> bool:
         """Wait for the client's next message, and return whether there is one."""
         self._is_busy = self._has_more = False
+        self._refusal = None
         self._taken_bytes = 0
         self._idle_since = self._loop.time()
         self._end_idle(self._idle_since)
