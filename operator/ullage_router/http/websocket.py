@@ -59,7 +59,7 @@ def open_websocket(request: Request, reply: Reply, ping_s: float, farewell: str)
     head = _accepting_head(request.headers)
 
     def begin(transport: asyncio.Transport, connections: ConnectionState) -> WebSocket:
-        if connections.is_leaving:
+        if connections.is_draining:
             raise draining()
         return WebSocket(transport, connections, ping_s, farewell)
 
@@ -205,13 +205,15 @@ class WebSocket(asyncio.Protocol):
     # The server's calls.
 
     def leave(self) -> None:
-        """Close the connection after the answer to the current message, if there is one."""
-        if not (self._is_busy or self._parts or self._unparsed or self._has_frames):
-            self.close(CloseReason.GOING_AWAY, STOPPING)
+        """Do nothing. The connection closes after its next answer, as `wait` decides.
+
+        An idle connection stays open, because a message may already be in transit.
+        """
 
     def shutdown(self) -> None:
         """Close the connection after the answer to the current message, if there is one."""
-        self.leave()
+        if not (self._is_busy or self._parts or self._unparsed or self._has_frames):
+            self.close(CloseReason.GOING_AWAY, STOPPING)
 
     def abort(self) -> None:
         """Close the connection immediately, and discard unsent bytes."""
@@ -251,13 +253,17 @@ class WebSocket(asyncio.Protocol):
     # The calls of the task that reads and answers.
 
     async def wait(self) -> bool:
-        """Wait for the client's next message, and return whether there is one."""
+        """Wait for the client's next message, and return whether there is one.
+
+        While the server stops, there is none after the first answer.
+        """
+        has_answered = self._is_busy
         self._is_busy = self._has_more = False
         self._refusal = None
         self._taken_bytes = 0
         self._idle_since = self._loop.time()
         self._end_idle(self._idle_since)
-        if self._connections.is_leaving:
+        if has_answered and self._connections.is_leaving:
             self.close(CloseReason.GOING_AWAY, STOPPING)
         while not self._parts and self._is_open:
             self._changed.clear()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ullage_testing.certificates import Authority
 from ullage_testing.raw_websocket import KEY, RawWebSocket, handshake
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed
 from wsproto.connection import Connection, ConnectionType
 from wsproto.events import CloseConnection, Event, Ping, Pong, TextMessage
 
@@ -223,7 +223,7 @@ def test_messages_pass_through_tls(start: Any, tmp_path: Path) -> None:
             echo.go_on.set()
             for text in ("wait", "4", "x" * 1_000_000, "1000000"):
                 assert await received(socket) == text
-            await server.leave(WAIT_S)
+            await server.stop(WAIT_S)
             assert (await closed(socket))[0] == 1001
 
     start(main())
@@ -565,21 +565,37 @@ def test_idle_and_old_connections_are_closed(run: Run) -> None:
     run(old, HTTPLimits(websocket_max_age_s=0.1))
 
 
+def test_a_leaving_server_still_gives_each_connection_one_answer(run: Run) -> None:
+    async def scenario(server: HTTPServer, _: Echo, open_socket: OpenSocket, __: OpenRaw) -> None:
+        earlier = await open_socket()
+        leaving = asyncio.create_task(server.leave(WAIT_S))
+        await until(lambda: server._state.is_leaving)
+        later = await open_socket()
+        for socket in (earlier, later):
+            await socket.send("abc")
+            assert await received(socket) == "abc"
+            assert await received(socket) == "3"
+            assert (await closed(socket))[0] == 1001
+        await leaving
+
+    run(scenario)
+
+
 def test_a_stop_lets_the_current_answer_end(run: Run) -> None:
     async def scenario(server: HTTPServer, echo: Echo, open_socket: OpenSocket, _: OpenRaw) -> None:
         idle = await open_socket()
         busy = await open_socket()
         await busy.send("wait")
         await until(lambda: echo.begun == ["wait"])
-        leaving = asyncio.create_task(server.leave(WAIT_S))
+        stopping = asyncio.create_task(server.stop(WAIT_S))
         assert (await closed(idle))[0] == 1001
-        with pytest.raises(InvalidStatus):
+        with pytest.raises(OSError):
             await open_socket()
         echo.go_on.set()
         assert await received(busy) == "wait"
         assert await received(busy) == "4"
         assert (await closed(busy))[0] == 1001
-        await leaving
+        await stopping
 
     run(scenario)
 
