@@ -360,7 +360,10 @@ def test_a_plain_get_and_a_compaction_are_refused_by_name(start_service: "StartS
             answer = await service.http.get("/v1/responses")
             assert answer.status_code == 426
             assert answer.headers["upgrade"] == "websocket"
+            assert answer.headers["connection"] == "upgrade"
             assert answer.json()["error"]["code"] == "UPGRADE_REQUIRED"
+            answer = await service.http.get("/v1/responses", headers={"connection": "close"})
+            assert answer.headers["connection"] == "upgrade, close"
             with pytest.raises(openai.NotFoundError, match="truncation") as caught:
                 await service.openai.responses.compact(model=MODEL, input="Hi")
             assert caught.value.code == "COMPACTION_NOT_SUPPORTED"

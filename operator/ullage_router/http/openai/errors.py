@@ -177,7 +177,11 @@ def error_headers(error: ServiceError) -> Headers:
     if error.reason == INVALID_API_KEY:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.reason == UPGRADE_REQUIRED:
-        headers += [(b"upgrade", b"websocket"), (b"sec-websocket-version", b"13")]
+        headers += [
+            (b"connection", b"upgrade"),
+            (b"upgrade", b"websocket"),
+            (b"sec-websocket-version", b"13"),
+        ]
     if error.reason in NO_RETRY:
         # OpenAI's clients retry a 409 and a 507. The retry would replace the newer request, or
         # send the file once more.
