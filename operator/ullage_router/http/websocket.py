@@ -3,9 +3,10 @@
 import asyncio
 import base64
 import binascii
+import codecs
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from wsproto.connection import Connection, ConnectionType
 from wsproto.connection import ConnectionState as FrameState
@@ -17,7 +18,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import draining, late, malformed, upgrade_required
 from ullage_router.http.connection import PARSED_BYTES, ConnectionState, UnsentBytes
 from ullage_router.http.limits import HTTPLimits
-from ullage_router.http.messages import Message, Reply, Request
+from ullage_router.http.messages import PIECE_BYTES, Message, Reply, Request
 
 VERSION = "13"
 """The only version of the protocol, as `sec-websocket-version` has it."""
@@ -312,10 +313,15 @@ class WebSocket(asyncio.Protocol):
             except ServiceError as error:
                 assert error is self._refusal
 
-    async def send(self, *messages: str) -> None:
-        """Send messages once the client has read enough of the earlier ones."""
-        await self._writable.wait()
-        self._write(*map(TextMessage, messages))
+    async def send(self, lines: Iterable[memoryview]) -> None:
+        """Send each line as a message, in pieces that the client must read before the next ones.
+
+        Args:
+            lines: The UTF-8 bytes of the messages.
+        """
+        for events in _pieces(lines):
+            await self._writable.wait()
+            self._write(*events)
 
     def close(self, code: int, reason: str) -> None:
         """Begin to close the connection. Further messages of either side are discarded.
@@ -474,3 +480,22 @@ class WebSocket(asyncio.Protocol):
         if self._task and self._task is not asyncio.current_task():
             self._task.cancel()
         self._task = None
+
+
+def _pieces(lines: Iterable[memoryview]) -> Iterator[list[TextMessage]]:
+    """Yield messages in groups of about PIECE_BYTES, and longer ones as fragments."""
+    group: list[TextMessage] = []
+    num_bytes = 0
+    for line in lines:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for start in range(0, max(len(line), 1), PIECE_BYTES):
+            piece = line[start : start + PIECE_BYTES]
+            is_last = start + PIECE_BYTES >= len(line)
+            group.append(TextMessage(decoder.decode(piece, is_last), message_finished=is_last))
+            num_bytes += len(piece)
+            if num_bytes >= PIECE_BYTES:
+                yield group
+                group = []
+                num_bytes = 0
+    if group:
+        yield group

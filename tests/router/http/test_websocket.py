@@ -26,7 +26,7 @@ from ullage_router.http import server as server_module
 from ullage_router.http import websocket as websocket_module
 from ullage_router.http.connection import FRAMES_PER_TURN
 from ullage_router.http.limits import HTTPLimits
-from ullage_router.http.messages import Message, Reply, Request
+from ullage_router.http.messages import PIECE_BYTES, Message, Reply, Request
 from ullage_router.http.server import HTTPServer
 from ullage_router.http.websocket import (
     BYTES_PER_FRAME,
@@ -82,10 +82,11 @@ class Echo:
                     if text == "wait":
                         await self.go_on.wait()
                     while text == "flood":
-                        await socket.send("x" * 10_000)
-                    await socket.send(text, f"{len(text)}")
+                        await socket.send([memoryview(b"x" * 10_000)])
+                    answer = (text, f"{len(text)}")
+                    await socket.send(memoryview(each.encode()) for each in answer)
                 except ServiceError as error:
-                    await socket.send(error.reason)
+                    await socket.send([memoryview(error.reason.encode())])
                 finally:
                     message.close()
                 await socket.skip()
@@ -485,6 +486,26 @@ def test_a_client_that_does_not_read_is_ended(run: Run) -> None:
         await until(lambda: server.num_connections == 0)
 
     run(scenario, SMALL)
+
+
+def test_a_long_answer_waits_for_its_client(run: Run) -> None:
+    """Most of it stays where it is, and a pong may come between its pieces."""
+    text = "語" * 2_000_000
+
+    async def scenario(server: HTTPServer, echo: Echo, open_socket: OpenSocket, _: OpenRaw) -> None:
+        socket = await open_socket(max_size=None, max_queue=1)
+        await socket.send(text)
+        await until(lambda: bool(echo.begun))
+        await until(lambda: not _only(server)._writable.is_set())
+        transport = _only(server)._transport
+        assert transport.get_write_buffer_size() <= 2 * PIECE_BYTES
+        pong = await socket.ping()
+        assert await received(socket) == text
+        assert await received(socket) == f"{len(text)}"
+        async with asyncio.timeout(WAIT_S):
+            await pong
+
+    run(scenario)
 
 
 def test_a_client_that_floods_is_not_read_further(run: Run) -> None:

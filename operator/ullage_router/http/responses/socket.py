@@ -1,6 +1,7 @@
 """Serves /v1/responses over WebSockets, where each message of a client is one request."""
 
 import logging
+from collections.abc import Iterator
 
 from ullage_router.errors import internal, websocket_too_old
 from ullage_router.http.messages import Endpoint, Message, Reply, Request
@@ -50,7 +51,7 @@ class ResponsesSocket:
                 responses.end_request()
         except Exception:
             log.exception("a WebSocket failed")
-            await socket.send(MESSAGE_ERRORS.body(internal()).decode().rstrip())
+            await socket.send([memoryview(MESSAGE_ERRORS.body(internal()).rstrip())])
             socket.close(INTERNAL_ERROR, "internal error; connect again")
         finally:
             responses.forget()
@@ -82,12 +83,26 @@ class _Lines:
     async def send(self, message: Message) -> None:
         """Take an ASGI message of the reply. Its status is part of the lines of errors."""
         body = message.get("body", b"")
-        if not body:
-            return
-        *ended, rest = body.split(b"\n")
-        if ended:
-            ended[0] = b"".join((*self._rest, ended[0]))
+        view = memoryview(body)
+        start = 0
+        if self._rest and (end := body.find(b"\n")) >= 0:
+            line = b"".join((*self._rest, view[:end]))
             self._rest.clear()
-            await self._socket.send(*(line.decode() for line in ended))
-        if rest:
-            self._rest.append(rest)
+            start = end + 1
+            await self._socket.send([memoryview(line)])
+        await self._socket.send(_lines(body, start))
+        if rest := view[body.rfind(b"\n") + 1 :]:
+            self._rest.append(bytes(rest))
+
+
+def _lines(body: bytes, start: int) -> Iterator[memoryview]:
+    """Yield the lines of a body that end in it, without copies.
+
+    Args:
+        body: The body.
+        start: Where the first line begins.
+    """
+    view = memoryview(body)
+    while (end := body.find(b"\n", start)) >= 0:
+        yield view[start:end]
+        start = end + 1
