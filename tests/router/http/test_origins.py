@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ullage_common.config.router import CORSSection
 from ullage_router.http.limits import BodyRoom, HTTPLimits
-from ullage_router.http.messages import Reply, Request
+from ullage_router.http.messages import SWITCH, Reply, Request
 from ullage_router.http.origins import OriginGuard
 
 if TYPE_CHECKING:
@@ -332,3 +332,43 @@ def test_no_name_that_can_be_registered_passes(name: str, rest: str) -> None:
     assert asyncio.run(status("/console", "127.0.0.1", False, **sent)) == 403
     allowed = CORSSection(allowed_origins=(f"https://{name}", f"http://{host}"))
     assert asyncio.run(status("/console", "127.0.0.1", False, allowed, **sent)) == 200
+
+
+def test_sockets_of_foreign_pages_are_refused_on_any_address() -> None:
+    """Browsers send no preflight for a WebSocket, on a public address either."""
+
+    async def status(origin: str, *, is_socket: bool) -> int:
+        headers = [(b"host", b"router.example"), (b"origin", origin.encode())]
+        scope: dict[str, Any] = {
+            "method": "GET",
+            "path": "/v1/responses",
+            "headers": headers,
+            "server": ("10.0.0.1", 8000),
+        }
+        if is_socket:
+            scope[SWITCH] = lambda *_: None
+        sent: list[Any] = []
+
+        async def serve(_: Request, reply: Reply) -> None:
+            await reply.whole(200, [], b"")
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        limits = HTTPLimits()
+        request = Request(scope, _never, limits, BodyRoom(limits.max_held_bytes))
+        guard = OriginGuard(serve, "0.0.0.0", CORSSection(allowed_origins=[CHAT]), is_api=True)
+        await guard(request, Reply(request, send))
+        return int(sent[0]["status"])
+
+    async def scenario() -> None:
+        assert await status("https://evil.example", is_socket=True) == 403
+        assert await status("https://evil.example", is_socket=False) == 200
+        assert await status(CHAT, is_socket=True) == 200
+        assert await status("http://router.example", is_socket=True) == 200
+
+    asyncio.run(scenario())
+
+
+async def _never() -> Any:
+    raise AssertionError("the request has no body")
