@@ -466,6 +466,15 @@ def head_too_large(max_bytes: int, max_headers: int) -> ServiceError:
     )
 
 
+def kept_headers_too_large(names: str, max_bytes: int) -> ServiceError:
+    """Return the error for a WebSocket whose headers are too long to be kept while it is open."""
+    return invalid_head(
+        "HEADERS_TOO_LARGE",
+        f"headers that hold for each message ({names}) are too long; send at most {max_bytes} "
+        "bytes of them",
+    )
+
+
 def late(part: str, limit_s: float) -> ServiceError:
     """Return the error for a request whose headers or body (`part`) did not arrive in time."""
     return ServiceError(

@@ -563,11 +563,10 @@ class HTTPConnection(HttpToolsProtocol):
         self,
         begin: Callable[[asyncio.Transport, ConnectionState], asyncio.Protocol],
         head: bytes,
-    ) -> asyncio.Protocol:
+    ) -> None:
         """Give the socket to another protocol, which then serves the client in this one's place.
 
-        The task of the request that is being answered goes on, and is the other protocol's to
-        cancel.
+        The task of the request that is being answered ends on its own.
 
         Args:
             begin: Returns the protocol.
@@ -593,7 +592,6 @@ class HTTPConnection(HttpToolsProtocol):
         self._is_closing = True
         self._unlink()
         self.parser = None  # type: ignore[assignment]
-        return protocol
 
     def on_message_begin(self) -> None:
         """Start reading the head of a new request."""

@@ -3,6 +3,7 @@
 import asyncio
 import io
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -12,6 +13,7 @@ from ullage_router.errors import (
     bodies_full,
     body_too_large,
     content_type_not_supported,
+    kept_headers_too_large,
     length_required,
 )
 from ullage_router.files.documents import Documents
@@ -28,7 +30,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-Switch = Callable[[Callable[..., asyncio.Protocol], bytes], asyncio.Protocol]
+Switch = Callable[[Callable[..., asyncio.Protocol], bytes], None]
 """Gives a connection to another protocol, as `SWITCH` describes."""
 
 JSON = "application/json"
@@ -60,6 +62,8 @@ _OF_MESSAGES = frozenset(
 
 Others, such as a request id or an idempotency key, name a single request.
 """
+MAX_OF_MESSAGES_BYTES = 4 << 10
+"""Maximum total size of these headers in bytes."""
 
 
 PIECE_BYTES = 64 << 10
@@ -162,19 +166,33 @@ class Request:
         """The function that switches to a WebSocket, or None if the request does not ask for it."""
         return self._scope.get(SWITCH)
 
-    def of_message(self, receive: Receive) -> "Request":
-        """Return the POST request that a message on this request's WebSocket stands for.
+    def for_messages(self) -> Callable[[Receive], "Request"]:
+        """Return a function that makes POST requests of the messages on this request's WebSocket.
 
-        It shares this request's limits and memory budgets. The caller must close it.
+        The function takes a message's `receive`, and its caller must close the request. It shares
+        this request's limits and memory budgets, and keeps only the few headers that hold for each
+        message, since WebSockets are open for long.
 
-        Args:
-            receive: Returns the parts of the message.
+        Raises:
+            ServiceError: The headers are too long to be kept.
         """
         kept = [pair for pair in self._scope["headers"] if pair[0] in _OF_MESSAGES]
-        body = [(b"content-type", JSON.encode()), (b"transfer-encoding", b"chunked")]
-        scope = {**self._scope, "method": "POST", "headers": [*kept, *body]}
-        scope.pop(SWITCH, None)
-        return Request(scope, receive, self._limits, self._room, self._replies)
+        if sum(len(name) + len(value) for name, value in kept) > MAX_OF_MESSAGES_BYTES:
+            names = ", ".join(sorted(name.decode() for name in _OF_MESSAGES))
+            raise kept_headers_too_large(names, MAX_OF_MESSAGES_BYTES)
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": without_slash(self.path),
+            "headers": [
+                *kept,
+                (b"content-type", JSON.encode()),
+                (b"transfer-encoding", b"chunked"),
+            ],
+            "server": self._scope.get("server"),
+            "scheme": self._scope.get("scheme"),
+        }
+        return partial(_message_request, scope, self._limits, self._room, self._replies)
 
     @property
     def ends_connection(self) -> bool:
@@ -430,6 +448,12 @@ class Request:
             raise bodies_full()
         self._taken_bytes += len(part)
         return part, message["more_body"]
+
+
+def _message_request(
+    scope: Scope, limits: HTTPLimits, room: BodyRoom, replies: BodyRoom, receive: Receive
+) -> Request:
+    return Request(dict(scope), receive, limits, room, replies)
 
 
 class Reply:

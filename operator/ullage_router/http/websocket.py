@@ -6,7 +6,7 @@ import binascii
 import codecs
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 
 from wsproto.connection import Connection, ConnectionType
 from wsproto.connection import ConnectionState as FrameState
@@ -42,14 +42,23 @@ HELD_PARTS = 32
 log = logging.getLogger(__name__)
 
 
-def open_websocket(request: Request, reply: Reply, ping_s: float, farewell: str) -> "WebSocket":
+def open_websocket(
+    request: Request,
+    reply: Reply,
+    ping_s: float,
+    farewell: str,
+    serve: Callable[["WebSocket"], Coroutine[None, None, None]],
+) -> None:
     """Accept the handshake in a request, whose connection then carries WebSocket messages.
+
+    A new task serves the connection, so that nothing keeps the request and its headers in memory.
 
     Args:
         request: The request.
         reply: The reply to the request, which is complete afterwards.
         ping_s: Seconds of silence after which the client gets a ping, or 0 for no pings.
         farewell: The message to send before the connection closes because of its age.
+        serve: Reads and answers the messages.
 
     Raises:
         ServiceError: The request is no valid handshake, or the server stops.
@@ -62,12 +71,12 @@ def open_websocket(request: Request, reply: Reply, ping_s: float, farewell: str)
     def begin(transport: asyncio.Transport, connections: ConnectionState) -> WebSocket:
         if connections.is_draining:
             raise draining()
-        return WebSocket(transport, connections, ping_s, farewell)
+        socket = WebSocket(transport, connections, ping_s, farewell)
+        socket.start(serve)
+        return socket
 
-    socket = switch(begin, head)
-    assert isinstance(socket, WebSocket)
+    switch(begin, head)
     reply.has_begun = reply.is_complete = True
-    return socket
 
 
 def _accepting_head(headers: Mapping[str, str]) -> bytes:
@@ -124,7 +133,7 @@ class WebSocket(asyncio.Protocol):
         self._ping_s = ping_s
         self._farewell = farewell
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
+        self._task: asyncio.Task[None] | None = None
         self._frames = Connection(ConnectionType.SERVER)
 
         self._unparsed = bytearray()
@@ -169,6 +178,12 @@ class WebSocket(asyncio.Protocol):
         self._ticked_at = now
         self._closed_at: float | None = None
         """Time at which this side has begun to close the connection, or None."""
+
+    def start(self, serve: Callable[["WebSocket"], Coroutine[None, None, None]]) -> None:
+        """Start the task that reads and answers messages."""
+        self._task = task = self._loop.create_task(serve(self))
+        self._connections.tasks.add(task)
+        task.add_done_callback(self._connections.tasks.discard)
 
     # The event loop's calls.
 

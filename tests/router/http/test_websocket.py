@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,16 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import http_status
 from ullage_router.http import server as server_module
 from ullage_router.http import websocket as websocket_module
-from ullage_router.http.connection import FRAMES_PER_TURN
+from ullage_router.http.connection import FRAMES_PER_TURN, HTTPConnection
 from ullage_router.http.limits import HTTPLimits
-from ullage_router.http.messages import PIECE_BYTES, Message, Reply, Request
+from ullage_router.http.messages import (
+    MAX_OF_MESSAGES_BYTES,
+    PIECE_BYTES,
+    Message,
+    Receive,
+    Reply,
+    Request,
+)
 from ullage_router.http.server import HTTPServer
 from ullage_router.http.websocket import (
     BYTES_PER_FRAME,
@@ -63,11 +72,12 @@ class Echo:
 
     async def __call__(self, request: Request, reply: Reply) -> None:
         try:
-            socket = open_websocket(request, reply, self.ping_s, "farewell")
+            serve = partial(self._serve, request.for_messages())
+            open_websocket(request, reply, self.ping_s, "farewell", serve)
         except ServiceError as error:
             await reply.whole(http_status(error), [], error.reason.encode())
-            return
 
+    async def _serve(self, make_request: Callable[[Receive], Request], socket: WebSocket) -> None:
         async def receive() -> Message:
             await self.read_on.wait()
             self.num_parts += 1
@@ -75,7 +85,7 @@ class Echo:
 
         try:
             while await socket.wait():
-                message = request.of_message(receive)
+                message = make_request(receive)
                 try:
                     text = (await message.read()).decode()
                     self.begun.append(text)
@@ -262,6 +272,36 @@ def test_invalid_handshakes_are_refused(run: Run) -> None:
                 wrong[sent] = (head, body)
             writer.close()
         assert wrong == {}
+
+    run(scenario)
+
+
+def test_an_open_socket_keeps_no_handshake(run: Run) -> None:
+    head = HANDSHAKE.removesuffix(b"\r\n") + b"X-Long: " + b"x" * 60_000 + b"\r\n\r\n"
+    long = HANDSHAKE.removesuffix(b"\r\n") + b"Authorization: "
+    long += b"x" * MAX_OF_MESSAGES_BYTES + b"\r\n\r\n"
+
+    async def scenario(server: HTTPServer, _: Echo, __: OpenSocket, ___: OpenRaw) -> None:
+        assert server._server
+        port = server._server.sockets[0].getsockname()[1]
+        writers = []
+
+        async def open_one(sent: bytes) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+            writer.write(sent)
+            async with asyncio.timeout(WAIT_S):
+                return await reader.readuntil(b"\r\n\r\n")
+
+        assert (await open_one(long)).startswith(b"HTTP/1.1 431 ")
+        writers.pop().close()
+        assert b" 101 " in await open_one(head)
+        await until(lambda: len(server._state.tasks) == server.num_connections == 1)
+        gc.collect()
+        kept = [each for each in gc.get_objects() if isinstance(each, HTTPConnection | Request)]
+        assert kept == []
+        for writer in writers:
+            writer.close()
 
     run(scenario)
 

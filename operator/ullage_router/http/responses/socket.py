@@ -1,10 +1,11 @@
 """Serves /v1/responses over WebSockets, where each message of a client is one request."""
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ullage_router.errors import internal, websocket_too_old
-from ullage_router.http.messages import Endpoint, Message, Reply, Request
+from ullage_router.http.messages import Endpoint, Message, Receive, Reply, Request
 from ullage_router.http.openai.endpoint import GenerateEndpoint
 from ullage_router.http.responses.endpoint import message_dialect
 from ullage_router.http.responses.errors import MESSAGE_ERRORS
@@ -41,13 +42,16 @@ class ResponsesSocket:
         open_session(service.tenants, request, request.headers.get("authorization"))
         error = websocket_too_old(request.limits.websocket_max_age_s)
         farewell = MESSAGE_ERRORS.body(error).decode().rstrip()
-        socket = open_websocket(request, reply, service.config.streaming.keepalive, farewell)
+        serve = functools.partial(self._serve, request.for_messages())
+        open_websocket(request, reply, service.config.streaming.keepalive, farewell, serve)
 
+    async def _serve(self, make_request: Callable[[Receive], Request], socket: WebSocket) -> None:
+        """Answer the messages of a connection until it closes."""
         responses = ConnectionResponses(self._store, self._latest)
-        serve = GenerateEndpoint(service, message_dialect(service, responses))
+        serve = GenerateEndpoint(self._service, message_dialect(self._service, responses))
         try:
             while await socket.wait():
-                await _answer(serve, request, socket)
+                await _answer(serve, make_request(socket.receive), socket)
                 responses.end_request()
         except Exception:
             log.exception("a WebSocket failed")
@@ -57,9 +61,8 @@ class ResponsesSocket:
             responses.forget()
 
 
-async def _answer(serve: Endpoint, request: Request, socket: WebSocket) -> None:
+async def _answer(serve: Endpoint, message: Request, socket: WebSocket) -> None:
     """Answer the current message of a connection."""
-    message = request.of_message(socket.receive)
     lines = _Lines(socket)
     try:
         await serve(message, Reply(message, lines.send))
