@@ -35,7 +35,7 @@ class ResponsesSocket:
         self._service = service
         self._store = store
         self._latest = ResponseStore(service.config.routing.responses)
-        """The latest responses of the connections, as far as they are not stored."""
+        """The latest responses of the connections, except for stored ones."""
 
     async def __call__(self, request: Request, reply: Reply) -> None:
         service = self._service
