@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 20.0
 WORDS = "Hello big world"
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 CREATE: Any = {"type": "response.create", "model": MODEL}
 STORING: Any = {"routing": {"responses": {"enabled": True}}}
 LAST = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -307,6 +308,49 @@ def test_keys_and_quotas_hold_for_each_message(
                 assert error["error"]["code"] == "previous_response_not_found"
             usage = (await service.stats())["tenants"]["usage"]
             assert next(each for each in usage if each["name"] == "alice")["requests"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_key_that_is_revoked_ends_no_socket_but_its_messages(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    for tenant in ("alice", "bob"):
+        (keys / tenant).write_text(f"{tenant}-key-0123456789")
+    tenants = {"keys_dir": str(keys), "tenants": []}
+
+    async def scenario() -> None:
+        async with start_service(tenants=tenants) as service:
+            alice = {"authorization": "Bearer alice-key-0123456789"}
+            async with opened(service, **alice) as socket:
+                assert (await ask(socket, input="One"))["type"] == "response.completed"
+                (keys / "alice").unlink()
+                async with asyncio.timeout(WAIT_S):
+                    while (await service.http.get("/v1/models", headers=alice)).is_success:
+                        await asyncio.sleep(0.05)
+                error = await ask(socket, input="Two")
+                assert (error["status"], error["error"]["code"]) == (401, "invalid_api_key")
+            assert len(service.engine.requests) == 1
+
+    asyncio.run(scenario())
+
+
+def test_headers_of_the_handshake_hold_for_each_message(start_service: "StartService") -> None:
+    headers = {"x-session-id": "one", "traceparent": PARENT, "x-ullage-timeout": "0.3"}
+
+    async def scenario() -> None:
+        async with start_service() as service, opened(service, **headers) as socket:
+            for text in ("One", "Two"):
+                assert (await ask(socket, input=text))["type"] == "response.completed"
+                assert service.engine.requests[-1].session_id == "one"
+                assert service.engine.metadata[-1]["traceparent"] == PARENT
+            service.engine.script.hold = asyncio.Event()
+            for text in ("Three", "Four"):
+                failed = await ask(socket, input=text)
+                assert failed["type"] in ("error", "response.failed"), failed
+                assert "0.3 s" in json.dumps(failed)
 
     asyncio.run(scenario())
 
