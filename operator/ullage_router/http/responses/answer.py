@@ -183,7 +183,7 @@ class ResponsesAnswer:
         )
 
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
-        """Return the events for an event of the answer. After the last one, `[DONE]` ends an SSE stream."""
+        """Return the events for an event of the answer, and `[DONE]` after the last one."""
         done = self._framing.done if event.HasField("finished") else b""
         return self._events(self._changes(event)) + done
 

@@ -58,7 +58,7 @@ class ResponsesSocket:
             await socket.send([memoryview(MESSAGE_ERRORS.body(internal()).rstrip())])
             socket.close(INTERNAL_ERROR, "internal error; connect again")
         finally:
-            responses.forget()
+            responses.drop()
 
 
 async def _answer(serve: Endpoint, message: Request, socket: WebSocket) -> None:

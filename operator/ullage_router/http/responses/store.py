@@ -128,7 +128,7 @@ class ConnectionResponses:
     """The responses that requests on one WebSocket may continue: stored ones, and the latest one.
 
     The latest response can be continued on its connection even if it is not stored. As the API
-    demands, it is forgotten if a request that continues it fails.
+    demands, the response is dropped if a request that continues it fails.
 
     Args:
         stored: The service's stored responses.
@@ -166,19 +166,19 @@ class ConnectionResponses:
         root: str,
     ) -> None:
         """Keep a response that is not stored, in place of the latest one."""
-        self.forget()
+        self.drop()
         self._name = (tenant, name)
         self._latest.add(
             tenant, name, body, conversation=conversation, input_items=input_items, root=root
         )
 
     def end_request(self) -> None:
-        """Forget the latest response if the request that continued it gave no newer one."""
+        """Drop the latest response if the request that continued it gave no newer one."""
         if self._is_continued:
-            self.forget()
+            self.drop()
 
-    def forget(self) -> None:
-        """Forget the latest response."""
+    def drop(self) -> None:
+        """Drop the latest response."""
         if self._name:
             self._latest.remove(*self._name)
         self._name = None
