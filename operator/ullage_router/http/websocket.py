@@ -423,10 +423,10 @@ class WebSocket(asyncio.Protocol):
         now = self._loop.time()
         frames = self._small_frames + SMALL_FRAMES_PER_S * (now - self._counted_at)
         self._counted_at = now
-        is_text = isinstance(event, TextMessage)
+        is_free = False
         if isinstance(event, TextMessage):
             frames += len(event.data) / BYTES_PER_FRAME
-        is_free = is_text and self._is_open and (event.message_finished or not event.frame_finished)
+            is_free = self._is_open and (event.message_finished or not event.frame_finished)
         frames -= not is_free
         self._small_frames = min(frames, MAX_SMALL_FRAMES)
         if frames < 0 and not self._is_broken:
