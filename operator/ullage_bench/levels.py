@@ -14,6 +14,8 @@ from ullage_verify.quantiles import quantile
 
 MIN_STEADY = 4
 """Minimum number of responses under full load from which rates are computed."""
+MIN_PERIODS = 2.0
+"""Minimum length of the period under full load, in median durations of a response."""
 MIN_S = 0.001
 
 
@@ -107,13 +109,16 @@ def measure(load: float, answers: Sequence[ChatAnswer], ends_at: float) -> Level
 def _steady(whole: Sequence[ChatAnswer], ends_at: float) -> tuple[Sequence[ChatAnswer], float]:
     """Return the responses that ended under full load, and the length of this period in seconds.
 
-    If there are too few of them, return all responses and the time from the start of the first to
-    the end of the last.
+    If there are too few of them, or if the period is short for them, return all responses and the
+    time from the start of the first to the end of the last. In a short period the responses of
+    clients that began together end together, which looks like a high rate.
     """
     starts_at = min((answer.ended_at for answer in whole), default=0.0)
+    period_s = ends_at - starts_at
     counted = [answer for answer in whole if starts_at < answer.ended_at <= ends_at]
-    if len(counted) >= MIN_STEADY:
-        return counted, ends_at - starts_at
+    median_s = quantile([answer.seconds for answer in whole], 0.5) or 0.0
+    if len(counted) >= MIN_STEADY and period_s >= MIN_PERIODS * median_s:
+        return counted, period_s
     began_at = min((answer.began_at for answer in whole), default=0.0)
     last_at = max((answer.ended_at for answer in whole), default=1.0)
     return whole, max(last_at - began_at, MIN_S)

@@ -64,6 +64,13 @@ def test_a_rate_does_not_depend_on_the_latency(latency: float, rate: int) -> Non
     assert found.tokens_per_s == pytest.approx(10 * rate, rel=0.01)
 
 
+def test_one_wave_of_answers_is_no_rate() -> None:
+    """All 64 clients begin together, and their answers end within the last eight seconds."""
+    answers = [answer(6.0 + number / 8) for number in range(64)]
+    found = measure(64, answers, 115.0)
+    assert found.requests_per_s == pytest.approx(64 / 13.875)
+
+
 def test_a_level_without_answers_has_no_figures() -> None:
     found = measure(1, [answer(status=503)], 105.0)
     assert (found.requests, found.e2e_p95, found.power) == (0, 0.0, 0.0)
