@@ -17,7 +17,7 @@ from ullage_router.http.responses.answers import InputItemList
 from ullage_router.http.responses.input_items import DEFAULT_PAGE, MAX_PAGE, read_page
 from ullage_router.http.responses.requests import Asked, read_request
 from ullage_router.http.responses.schemas import MAX_ITEMS
-from ullage_router.http.responses.store import ResponseStore
+from ullage_router.http.responses.store import ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
     Service = Any
@@ -300,14 +300,8 @@ def test_items_stay_within_the_bounds_of_the_store() -> None:
     assert asked.input_items.count(b"x" * 30_000) == 1
     assert asked.kept_bytes >= 60_000
     for i in range(5):
-        store.add(
-            "",
-            f"resp_{i}",
-            b"{}",
-            conversation=asked.conversation,
-            input_items=asked.input_items,
-            root="",
-        )
+        response = StoredResponse(b"{}", asked.conversation, asked.input_items, "")
+        store.add("", f"resp_{i}", response)
         assert 60_000 <= store.num_bytes <= section.max_bytes
     assert store.find("", "resp_4")
     assert not store.find("", "resp_3")

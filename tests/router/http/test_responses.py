@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -13,7 +14,7 @@ from ullage_common.config.router import ResponsesSection
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http.limits import BodyRoom, HTTPLimits
 from ullage_router.http.messages import Request
-from ullage_router.http.responses.store import OVERHEAD_BYTES, ResponseStore
+from ullage_router.http.responses.store import OVERHEAD_BYTES, ResponseStore, StoredResponse
 from ullage_router.intake import IntakeThread
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ HERMES = (
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 HARMONY = HERMES.replace("tool_call>", "|channel|>")
-NOTHING: Any = {"conversation": b"", "input_items": b"", "root": ""}
+EMPTY = StoredResponse(b"", b"", b"", "")
 STORING: Any = {"routing": {"responses": {"enabled": True}}}
 
 
@@ -595,10 +596,10 @@ def test_the_store_is_bounded_in_bytes_and_time() -> None:
     section = ResponsesSection(enabled=True, ttl=10.0, max_bytes=10 * OVERHEAD_BYTES)
     store = ResponseStore(section, lambda: now)
     for i in range(9):
-        store.add("", f"resp_{i}", b"", **NOTHING)
+        store.add("", f"resp_{i}", EMPTY)
     assert store.num_bytes == 9 * OVERHEAD_BYTES
     for i in range(3):
-        store.add("a", f"resp_{i}", b"x" * OVERHEAD_BYTES, **NOTHING)
+        store.add("a", f"resp_{i}", replace(EMPTY, body=b"x" * OVERHEAD_BYTES))
     # A tenant has at most half of the store, and the oldest of all responses are dropped.
     assert store.find("a", "resp_0") is None
     assert store.find("a", "resp_2") is not None
@@ -611,7 +612,7 @@ def test_the_store_is_bounded_in_bytes_and_time() -> None:
     now = 10.0
     assert store.find("", "resp_8") is None
     assert not store.remove("a", "resp_2")
-    store.add("", "new", b"", conversation=b"x", input_items=b"yy", root="")
+    store.add("", "new", StoredResponse(b"", b"x", b"yy", ""))
     assert store.num_bytes == OVERHEAD_BYTES + 3
 
 
@@ -632,11 +633,11 @@ def test_room_for_a_long_response_is_made_without_a_look_at_those_of_others() ->
     store = ResponseStore(section)
     tenant = ComparedName("b")
     for i in range(500):
-        store.add("a", f"resp_{i}", b"", **NOTHING)
+        store.add("a", f"resp_{i}", EMPTY)
     for i in range(1000):
-        store.add(tenant, f"resp_{i}", b"", **NOTHING)
+        store.add(tenant, f"resp_{i}", EMPTY)
     tenant.num_compared = 0
-    store.add(tenant, "long", b"x" * 500 * OVERHEAD_BYTES, **NOTHING)
+    store.add(tenant, "long", replace(EMPTY, body=b"x" * 500 * OVERHEAD_BYTES))
     assert store.find("b", "resp_500") is None
     assert store.find("b", "resp_501") is not None
     assert store.find("a", "resp_0") is not None

@@ -125,7 +125,10 @@ def _parse_message(
 
 
 def _parsed(
-    service: RouterService, asked: Asked, framing: Framing, add: Callable[..., None]
+    service: RouterService,
+    asked: Asked,
+    framing: Framing,
+    add: Callable[[str, StoredResponse], None],
 ) -> Parsed:
     model = service.engines.model
     defaults = SAMPLING | (sampling_defaults(model) if model else {})
@@ -194,7 +197,7 @@ def _is_parallel(asked: Asked, model: Model | None) -> bool:
 
 
 def _keep(
-    add: Callable[..., None],
+    add: Callable[[str, StoredResponse], None],
     asked: Asked,
     name: str,
     body: bytes,
@@ -205,13 +208,7 @@ def _keep(
     # Serialized messages that follow one another are the serialized list of all their turns.
     conversation = asked.conversation + answered
     root = asked.previous.root if asked.previous else name
-    add(
-        name,
-        body,
-        conversation=conversation,
-        input_items=asked.input_items,
-        root=root,
-    )
+    add(name, StoredResponse(body, conversation, asked.input_items, root))
 
 
 class StoredResponses:

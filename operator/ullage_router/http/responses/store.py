@@ -6,7 +6,7 @@ The responses are in the memory of this router. Another replica does not know th
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ullage_common.config.router import ResponsesSection
 
@@ -26,8 +26,8 @@ class StoredResponse:
     """JSON list of the items that the response answers, as clients read them, the oldest first."""
     root: str
     """Id of the first response of the conversation."""
-    expires: float
-    """Time at which the response expires, in seconds of the store's clock."""
+    expires: float = 0.0
+    """Time at which the response expires, in seconds of the store's clock. The store sets it."""
 
     @property
     def num_bytes(self) -> int:
@@ -77,20 +77,10 @@ class ResponseStore:
         stored = self._stored.get((tenant, name))
         return stored if stored and stored.expires > self._clock() else None
 
-    def add(
-        self,
-        tenant: str,
-        name: str,
-        body: bytes,
-        *,
-        conversation: bytes,
-        input_items: bytes,
-        root: str,
-    ) -> None:
+    def add(self, tenant: str, name: str, response: StoredResponse) -> None:
         """Store a response, and drop expired responses and those for which there is no room."""
         self.remove(tenant, name)
-        expires = self._clock() + self._section.ttl
-        stored = StoredResponse(body, conversation, input_items, root, expires)
+        stored = replace(response, expires=self._clock() + self._section.ttl)
         self._stored[tenant, name] = stored
         self._names.setdefault(tenant, OrderedDict())[name] = None
         self.num_bytes += stored.num_bytes
@@ -155,22 +145,11 @@ class ConnectionResponses:
         self._is_continued = True
         return self._latest.find(tenant, name)
 
-    def add(
-        self,
-        tenant: str,
-        name: str,
-        body: bytes,
-        *,
-        conversation: bytes,
-        input_items: bytes,
-        root: str,
-    ) -> None:
+    def add(self, tenant: str, name: str, response: StoredResponse) -> None:
         """Keep a response that is not stored, in place of the latest one."""
         self.drop()
         self._name = (tenant, name)
-        self._latest.add(
-            tenant, name, body, conversation=conversation, input_items=input_items, root=root
-        )
+        self._latest.add(tenant, name, response)
 
     def end_request(self) -> None:
         """Drop the latest response if the request that continued it gave no newer one."""
