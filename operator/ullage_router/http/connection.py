@@ -72,7 +72,7 @@ class Phase(enum.Enum):
     CLOSED = enum.auto()
 
 
-class Connection(Protocol):
+class ServedConnection(Protocol):
     """A client's connection, as the server sees it."""
 
     def leave(self) -> None:
@@ -123,7 +123,7 @@ class UnsentBytes:
         return now - self._sent_at
 
 
-class Turns:
+class CallQueue:
     """Runs calls in their order, with a limited amount of work per event loop iteration.
 
     Args:
@@ -164,8 +164,8 @@ class ConnectionState(ServerState):
         timeouts_s: Seconds that each phase of a connection may take.
         is_leaving: Whether responses tell clients to use a new connection for the next request.
         is_draining: Whether new connections are refused.
-        starts: Turns in which requests start. The work is the number of requests.
-        frames: Turns in which WebSockets parse. The work is the number of frames.
+        starts: Calls that start requests. The work is the number of requests.
+        frames: Calls that parse frames of WebSockets. The work is the number of frames.
     """
 
     def __init__(self, limits: HTTPLimits) -> None:
@@ -180,8 +180,8 @@ class ConnectionState(ServerState):
         }
         self.is_leaving = False
         self.is_draining = False
-        self.starts = Turns(STARTED_PER_TURN)
-        self.frames = Turns(FRAMES_PER_TURN)
+        self.starts = CallQueue(STARTED_PER_TURN)
+        self.frames = CallQueue(FRAMES_PER_TURN)
 
 
 class Cycle(RequestResponseCycle):

@@ -12,7 +12,7 @@ from typing import cast
 import uvicorn
 
 from ullage_router.background import failures_logged
-from ullage_router.http.connection import Connection, ConnectionState, HTTPConnection
+from ullage_router.http.connection import ConnectionState, HTTPConnection, ServedConnection
 from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.messages import Reply, Request, asgi
 
@@ -122,8 +122,8 @@ class HTTPServer:
         return not self._is_busy
 
     @property
-    def _connections(self) -> list[Connection]:
-        return list(cast(set[Connection], self._state.connections))
+    def _connections(self) -> list[ServedConnection]:
+        return list(cast(set[ServedConnection], self._state.connections))
 
     @property
     def _is_busy(self) -> bool:
@@ -143,7 +143,7 @@ class HTTPServer:
     async def _tick(self) -> None:
         """Enforce the time limits of all connections, with pauses for other work between them."""
         loop = asyncio.get_running_loop()
-        all_open = cast(set[Connection], self._state.connections)
+        all_open = cast(set[ServedConnection], self._state.connections)
         for number, connection in enumerate(self._connections):
             if number and not number % TICKED_PER_TURN:
                 await asyncio.sleep(0)
