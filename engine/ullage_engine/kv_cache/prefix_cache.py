@@ -145,7 +145,7 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
         window_tokens: int = 0,
     ) -> None:
-        """Create an empty cache. All blocks are free.
+        """Create an empty cache, whose blocks are all free.
 
         Args:
             num_blocks: number of blocks in the pool.

@@ -339,7 +339,7 @@ class WebSocket(asyncio.Protocol):
             self._write(*events)
 
     def close(self, code: int, reason: str) -> None:
-        """Begin to close the connection. Further messages of either side are discarded.
+        """Begin to close the connection, and discard further messages of both sides.
 
         Args:
             code: The close code.

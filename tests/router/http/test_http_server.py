@@ -893,6 +893,7 @@ def test_time_limits_hold_after_a_failure(
             while not broken:  # noqa: ASYNC110 - the clock belongs to the server
                 await asyncio.sleep(0.01)
         others = [await connect() for _ in range(3)]
-        await asyncio.gather(*[other.rest() for other in others])
+        ends = await asyncio.gather(*[other.rest() for other in others])
+        assert ends == [b""] * 3  # closed for their silence, without a reply
 
     run(scenario, SMALL)
