@@ -268,29 +268,39 @@ def test_a_stream_is_held_until_an_engine_is_there(start_service: StartService) 
     asyncio.run(scenario())
 
 
+BEHIND_A_QUEUE: Any = {
+    "single": (100, 100),
+    "routing": {"ladder": ["queue", "reject"], "queue": {"max_requests": 2, "timeout": 60.0}},
+}
+
+
+async def fill_queue(service: Any) -> tuple[Any, list["asyncio.Task[httpx.Response]"]]:
+    """Fill the queue while an answer runs. Return the answer's engine and the waiting requests."""
+    begun = await first_word(service)
+    for engine in service.engines:
+        engine.push(headroom_bytes=0)
+    known = service.router.service.engines.all
+    await service.until(lambda: not any(e.headroom.headroom_bytes for e in known()))
+
+    new = [asyncio.ensure_future(service.complete(f"New {i}")) for i in range(2)]
+    await service.until(lambda: len(service.router.service.queue) == 2)
+    script(service)
+    return begun, new
+
+
 def test_an_answer_goes_on_before_requests_that_have_not_begun(start_service: StartService) -> None:
     """The queue is full of others, and one of them has to leave."""
 
     async def scenario() -> None:
-        routing = {"ladder": ["queue", "reject"], "queue": {"max_requests": 2, "timeout": 60.0}}
-        async with start_service(single=(100, 100), routing=routing) as service:
+        async with start_service(**BEHIND_A_QUEUE) as service:
             script(service, pause=asyncio.Event())
             task = asyncio.ensure_future(service.complete())
-            lost = await first_word(service)
-            left = other(service, lost)
-            for engine in service.engines:
-                engine.push(headroom_bytes=0)
-            known = service.router.service.engines.all
-            await service.until(lambda: not any(e.headroom.headroom_bytes for e in known()))
-
-            queue = service.router.service.queue
-            new = [asyncio.ensure_future(service.complete(f"New {i}")) for i in range(2)]
-            await service.until(lambda: len(queue) == 2)
-            script(service)
+            lost, new = await fill_queue(service)
             await lost.stop()
             done, _ = await asyncio.wait(new, return_when=asyncio.FIRST_COMPLETED)
             assert [each.result().status_code for each in done] == [429]
 
+            left = other(service, lost)
             left.push(headroom_bytes=100 * BLOCK_BYTES)
             assert (await task).json()["choices"][0]["text"] == TEXT
             assert left.requests[0].HasField("continuation")
@@ -302,24 +312,16 @@ def test_an_answer_goes_on_before_requests_that_have_not_begun(start_service: St
 
 def test_a_line_of_a_batch_gives_way_also_without_its_engine(start_service: StartService) -> None:
     async def scenario() -> None:
-        routing = {"ladder": ["queue", "reject"], "queue": {"max_requests": 2, "timeout": 60.0}}
-        async with start_service(single=(100, 100), routing=routing) as service:
+        async with start_service(**BEHIND_A_QUEUE) as service:
             script(service, pause=asyncio.Event())
             line = pb.GenerateRequest(text="Hi", priority=-MAX_PRIORITY)
             task = asyncio.ensure_future(read_text(service, line))
-            lost = await first_word(service)
-            left = other(service, lost)
-            for engine in service.engines:
-                engine.push(headroom_bytes=0)
-            known = service.router.service.engines.all
-            await service.until(lambda: not any(e.headroom.headroom_bytes for e in known()))
-
-            queue = service.router.service.queue
-            new = [asyncio.ensure_future(service.complete(f"New {i}")) for i in range(2)]
-            await service.until(lambda: len(queue) == 2)
-            script(service)
+            lost, new = await fill_queue(service)
             await lost.stop()
+            known = service.router.service.engines.all
             await service.until(lambda: sum(e.state == "ready" for e in known()) == 1)
+
+            left = other(service, lost)
             left.push(headroom_bytes=100 * BLOCK_BYTES)
             answers = await asyncio.gather(*new)
             assert [each.status_code for each in answers] == [200, 200]
