@@ -24,9 +24,11 @@ Then it prints the ratios of Ullage to the better of the other servers. With --q
 prints by how much the served format raises the perplexity of the file's own weights
 (`python -m benchmarks quality`).
 
-The goal is judged only if nothing was left out: all servers, 1, 8 and 32 concurrent requests, two
-or more rounds, --quality, and Ullage with examples/bench.yaml. The file of --json is written after
-each server, with all figures so far.
+A peer that cannot be installed, crashes or answers wrongly is left out by name, with all its
+figures, and the goal is judged over the rest. Apart from that, the goal is judged only if nothing
+was left out: all servers, 1, 8 and 32 concurrent requests, two or more rounds, --quality, and
+Ullage with examples/bench.yaml. The file of --json is written after each server, with all figures
+so far.
 
 examples:
   python -m benchmarks compare .peers --quality --json bench.json
@@ -39,6 +41,7 @@ goal is not judged, 130 interrupted
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -48,7 +51,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -155,7 +158,7 @@ def ratios(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[Rat
 
 def check_prompts(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> None:
     """Raise ServerError if servers counted different numbers of tokens in the same prompts."""
-    for concurrency in next(iter(figures.values())):
+    for concurrency in next(iter(figures.values()), ()):
         tokens = {name: each[concurrency]["prompt_tokens"] for name, each in figures.items()}
         if len(set(tokens.values())) > 1:
             said = ", ".join(f"{name} {number:g}" for name, number in tokens.items())
@@ -182,13 +185,21 @@ class Sitting:
     machine: Mapping[str, Any] = field(default_factory=dict)
     servers: dict[str, Server] = field(default_factory=dict)
     rounds: dict[str, list[Round]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    """The reason of each peer that failed."""
     quality: Quality | None = None
 
     def add(self, server: Server, measured: Round) -> None:
         self.servers[server.name] = server
         self.rounds.setdefault(server.name, []).append(measured)
         self.save()
-        check_prompts({name: means(rounds) for name, rounds in self.rounds.items()})
+
+    def leave_out(self, peer: str, reason: str) -> None:
+        """Drop a peer that failed, with what was measured of it, and say so."""
+        print(f"{reason}\n{peer} is left out", file=sys.stderr, flush=True)
+        self.failures[peer] = reason.removeprefix("error: ")
+        self.rounds.pop(peer, None)
+        self.save()
 
     def save(self) -> None:
         if self.json:
@@ -209,6 +220,7 @@ class Sitting:
                 }
                 for name, rounds in self.rounds.items()
             },
+            "failures": self.failures,
             "ratios": compared,
             "quality": self.quality,
             "goal": GOAL,
@@ -220,7 +232,8 @@ class Sitting:
         """Return the conditions of the goal that were not measured."""
         rounds = [each for name in SERVERS for each in self.rounds.get(name, ())]
         wanted = {
-            "all servers": self.rounds.keys() >= set(SERVERS),
+            "all servers": self.rounds.keys() | self.failures.keys() >= set(SERVERS),
+            "a peer that answers": bool(self.rounds.keys() - {OURS}),
             f"{', '.join(map(str, JUDGED_LEVELS))} concurrent": all(
                 each.levels.keys() >= set(JUDGED_LEVELS) for each in rounds
             ),
@@ -359,6 +372,8 @@ def report(result: Mapping[str, Any]) -> None:
         for figures in server["means"].values():
             print(f"{name:10}{_row(figures)}")
 
+    for peer, reason in result["failures"].items():
+        print(f"{peer} is left out: {reason.splitlines()[0]}")
     for ratio in result["ratios"]:
         print(ratio)
     sys.stdout.flush()
@@ -375,16 +390,40 @@ def plot(path: Path, servers: Mapping[str, Any]) -> None:
 
 
 def run(options: argparse.Namespace, makers: Makers, sitting: Sitting) -> None:
-    """Measure all servers that the options select."""
+    """Measure all servers that the options select, except for peers that fail.
+
+    Raises:
+        ServerError: Ullage failed, or servers counted different numbers of tokens.
+    """
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = options.folder.resolve()
-    servers = [makers[name](options.file if name == OURS else folder) for name in options.only]
+    servers = []
+    for name in options.only:
+        with leaving_out(name, sitting):
+            servers.append(makers[name](options.file if name == OURS else folder))
+
     sitting.machine = machine()
     for turn in range(options.rounds):
         # The order reverses each round.
         for server in servers if turn % 2 == 0 else servers[::-1]:
+            if server.name in sitting.failures:
+                continue
             log = options.folder / f"{server.name}-{turn + 1}.log"
-            sitting.add(server, measure(server, options.concurrency, log))
+            with leaving_out(server.name, sitting):
+                measured = measure(server, options.concurrency, log)
+                sitting.add(server, measured)
+            check_prompts({name: means(rounds) for name, rounds in sitting.rounds.items()})
+
+
+@contextlib.contextmanager
+def leaving_out(name: str, sitting: Sitting) -> Iterator[None]:
+    """Leave out a peer that fails in the block. Ullage's own failure ends the benchmark."""
+    try:
+        yield
+    except (ServerError, subprocess.CalledProcessError) as error:
+        if name == OURS:
+            raise
+        sitting.leave_out(name, str(error))
 
 
 def measure_quality(command: Sequence[str]) -> Quality:
@@ -462,9 +501,9 @@ def main(makers: Makers = SERVERS, quality: Sequence[str] = QUALITY) -> int:
         try:
             run(options, makers, sitting)
         finally:
-            if sitting.rounds:
+            if sitting.rounds or sitting.failures:
                 report(sitting.result())
-        if options.plot:
+        if options.plot and sitting.rounds:
             plot(options.plot, sitting.result()["servers"])
         if options.quality:
             sitting.quality = measure_quality(quality)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -283,7 +284,8 @@ def running(server: Server, log: Path, start_s: float = START_S) -> Iterator[Run
         start_s: seconds within which it must answer.
 
     Raises:
-        ServerError: it ended, or did not answer in time.
+        ServerError: it ended, or did not answer in time. An error of the block also says how the
+            server ended, if it did.
     """
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"
@@ -302,9 +304,25 @@ def running(server: Server, log: Path, start_s: float = START_S) -> Iterator[Run
     try:
         with progress(f"starting {server.name}"):
             _await_answer(server, url, process, log, start_s)
-        yield Running(url, time.monotonic() - started, psutil.Process(process.pid))
+        ready_s = time.monotonic() - started
+        with _naming_the_end(server, process):
+            yield Running(url, ready_s, psutil.Process(process.pid))
     finally:
         _end(process)
+
+
+@contextlib.contextmanager
+def _naming_the_end(server: Server, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Add to a ServerError of the block how the server ended, if it did."""
+    try:
+        yield
+    except ServerError as error:
+        # A client may see a closed connection before its server can be waited for.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        if process.returncode is None:
+            raise
+        raise ServerError(f"{error}; {server.name} {_ending(process.returncode)}") from error
 
 
 def _await_answer(
@@ -313,12 +331,20 @@ def _await_answer(
     end = time.monotonic() + start_s
     while not _answers(url, server.model):
         if process.poll() is not None:
-            status = process.returncode
-            raise ServerError(f"error: {server.name} ended with status {status}:\n{_tail(log)}")
+            ending = _ending(process.returncode)
+            raise ServerError(f"error: {server.name} {ending}:\n{_tail(log)}")
         if time.monotonic() > end:
             cause = f"did not answer in {start_s:g} s:\n{_tail(log)}"
             raise ServerError(f"error: {server.name} {cause}")
         time.sleep(0.1)
+
+
+def _ending(status: int) -> str:
+    """Return how a process ended, such as "ended by SIGSEGV" or "ended with status 3"."""
+    names = {each.value: each.name for each in signal.Signals}
+    if status < 0:
+        return f"ended by {names.get(-status, f'signal {-status}')}"
+    return f"ended with status {status}"
 
 
 def _answers(url: str, model: str) -> bool:

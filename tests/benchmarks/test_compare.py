@@ -40,6 +40,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         if how == "silent":
             time.sleep(600)
+        if how == "crashes":
+            os.kill(os.getpid(), 11)
         delta = [{"role": "assistant", "content": ""}, *[{"content": "a"}] * 4]
         usage = {"prompt_tokens": 180, "completion_tokens": body["max_tokens"]}
         chunks = [{"choices": [{"delta": each}]} for each in delta] + [{"usage": usage}]
@@ -253,15 +255,67 @@ def test_what_was_measured_before_a_server_failed_is_kept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "bench.json"
-    servers = {**WELL, "vllm": "fails"}
+    servers = {**WELL, "ullage": "fails"}
     few = ("--concurrency", "8", "--json", path)
     assert main(compare, monkeypatch, servers, tmp_path, *few) == 2
     printed = capsys.readouterr()
     assert "llama.cpp 1: a stand-in" in printed.out
-    assert "error: vllm (its log: " in printed.err
+    assert "error: ullage (its log: " in printed.err
     result = json.loads(path.read_text())
-    assert [*result["servers"]] == ["llama.cpp"]
+    assert [*result["servers"]] == ["llama.cpp", "vllm"]
     assert result["verdict"] == "not judged"
+
+
+@pytest.mark.parametrize("how", ["fails", "refuses", "crashes"])
+def test_a_peer_that_fails_is_left_out_by_name_and_the_rest_is_judged(
+    how: str,
+    compare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "bench.json"
+    servers = {**WELL, "llama.cpp": how}
+    status = main(compare, monkeypatch, servers, tmp_path, "--quality", "--json", path)
+    assert status in (0, 1)
+    result = json.loads(path.read_text())
+    assert [*result["servers"]] == ["vllm", "ullage"]
+    assert [*result["failures"]] == ["llama.cpp"]
+    assert result["left_out"] == []
+    assert result["verdict"] != "not judged"
+    printed = capsys.readouterr()
+    assert "llama.cpp is left out: llama.cpp (its log: " in printed.out
+    assert ("ended by SIGSEGV" in printed.out) == (how == "crashes")
+
+
+@pytest.mark.parametrize("how", ["says so", "fails"])
+def test_a_peer_that_cannot_be_installed_is_left_out(
+    how: str, compare: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def failing(folder: Path) -> Any:
+        if how == "says so":
+            raise compare.ServerError("error: `pip install` failed:\nno compiler")
+        subprocess.run(["sh", "-c", "exit 7"], check=True)
+
+    makers = {name: lambda path, name=name: stand_in(compare, name) for name in ("vllm", "ullage")}
+    path = tmp_path / "bench.json"
+    arguments = ["compare", tmp_path, "--concurrency", "8", "--rounds", "1", "--json", path]
+    monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
+    assert compare.main({**makers, "llama.cpp": failing}) == 3
+    result = json.loads(path.read_text())
+    reasons = {"says so": "`pip install` failed:\nno compiler", "fails": "non-zero exit status 7"}
+    assert reasons[how] in result["failures"]["llama.cpp"]
+    assert [*result["servers"]] == ["vllm", "ullage"]
+
+
+def test_nothing_is_judged_without_a_peer_that_answers(
+    compare: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "bench.json"
+    servers = {"llama.cpp": "refuses", "vllm": "fails", "ullage": "well"}
+    few = ("--concurrency", "8", "--quality", "--json", path)
+    assert main(compare, monkeypatch, servers, tmp_path, *few) == 3
+    assert "a peer that answers" in json.loads(path.read_text())["left_out"]
 
 
 def measured(compare: Any, **changes: Any) -> Any:
