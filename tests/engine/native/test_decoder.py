@@ -318,7 +318,7 @@ def test_smollm2_answers_as_the_torch_decoder(load_smollm2: Callable[..., Loaded
     assert {each.format for each in loaded.encodings.values()} == {"int4", "int8"}
 
     prompts = [[504, 3575, 282, 4649, 314] * 60]
-    prompts += [torch.randint(100, 40_000, (120,)).tolist() for _ in range(6)]
+    prompts += [torch.randint(100, 40_000, (120,)).tolist() for _ in range(14)]
     angles = []
     for tokens in prompts:
         (chosen, found), (wanted, expected) = (
