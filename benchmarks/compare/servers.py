@@ -341,10 +341,11 @@ def _await_answer(
 
 def _ending(status: int) -> str:
     """Return how a process ended, such as "ended by SIGSEGV" or "ended with status 3"."""
+    if status >= 0:
+        return f"ended with status {status}"
+    # Real-time signals have no names.
     names = {each.value: each.name for each in signal.Signals}
-    if status < 0:
-        return f"ended by {names.get(-status, f'signal {-status}')}"
-    return f"ended with status {status}"
+    return f"ended by {names.get(-status, f'signal {-status}')}"
 
 
 def _answers(url: str, model: str) -> bool:

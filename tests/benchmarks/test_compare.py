@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,32 +211,41 @@ def test_prompts_are_of_180_tokens_and_no_block_of_two_is_the_same(compare: Any)
     assert len({tuple(prompt[:16]) for prompt in prompts}) == len(prompts)
 
 
-def main(
-    compare: Any, monkeypatch: pytest.MonkeyPatch, servers: dict[str, str], *arguments: object
-) -> int:
-    """Run the program with stand-ins, by name and behaviour."""
-    makers = {
+Played = tuple[int, dict[str, Any]]
+Play = Callable[..., Played]
+
+QUALITY = [sys.executable, "-c", "print('pass auto: perplexity +0.05%, at most +0.5%')"]
+
+
+def stand_ins(compare: Any, servers: dict[str, str]) -> dict[str, Any]:
+    """Return makers of stand-ins, by name and behaviour."""
+    return {
         name: lambda path, name=name, how=how: stand_in(compare, name, how)
         for name, how in servers.items()
     }
-    quality = [sys.executable, "-c", "print('pass auto: perplexity +0.05%, at most +0.5%')"]
-    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
-    status: int = compare.main(makers, quality)
-    return status
+
+
+@pytest.fixture
+def play(compare: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Play:
+    """Run the program with these makers, and return its status and the file of --json."""
+
+    def run(makers: dict[str, Any], *options: str) -> Played:
+        path = tmp_path / "bench.json"
+        arguments = ["compare", str(tmp_path / "peers"), *options, "--json", str(path)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        status = compare.main(makers, QUALITY)
+        return status, json.loads(path.read_text())
+
+    return run
 
 
 WELL = {"llama.cpp": "well", "vllm": "well", "ullage": "well"}
 
 
 def test_a_whole_run_is_judged_and_written(
-    compare: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    compare: Any, play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "bench.json"
-    status = main(compare, monkeypatch, WELL, tmp_path / "peers", "--quality", "--json", path)
-    result = json.loads(path.read_text())
+    status, result = play(stand_ins(compare, WELL), "--quality")
     printed = capsys.readouterr().out
     # Which of two stand-ins is the faster one is chance.
     is_reached = ": MISSED" not in printed
@@ -243,42 +253,31 @@ def test_a_whole_run_is_judged_and_written(
     assert result["verdict"] == ("reached" if is_reached else "missed")
     assert result["goal"] in printed
     assert result["left_out"] == []
+    assert result["failures"] == {}
     assert result["quality"]["gates"] == ["pass auto: perplexity +0.05%, at most +0.5%"]
     assert printed.count("ready after") == printed.count("MB resident (PSS)") == 3
     assert [len(each["rounds"]) for each in result["servers"].values()] == [2, 2, 2]
 
 
-def test_what_was_measured_before_a_server_failed_is_kept(
-    compare: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_what_was_measured_before_ullage_failed_is_kept(
+    compare: Any, play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "bench.json"
-    servers = {**WELL, "ullage": "fails"}
-    few = ("--concurrency", "8", "--json", path)
-    assert main(compare, monkeypatch, servers, tmp_path, *few) == 2
+    servers = stand_ins(compare, {**WELL, "ullage": "fails"})
+    status, result = play(servers, "--concurrency", "8")
+    assert status == 2
+    assert [*result["servers"]] == ["llama.cpp", "vllm"]
+    assert result["verdict"] == "not judged"
     printed = capsys.readouterr()
     assert "llama.cpp 1: a stand-in" in printed.out
     assert "error: ullage (its log: " in printed.err
-    result = json.loads(path.read_text())
-    assert [*result["servers"]] == ["llama.cpp", "vllm"]
-    assert result["verdict"] == "not judged"
 
 
 @pytest.mark.parametrize("how", ["fails", "refuses", "crashes"])
 def test_a_peer_that_fails_is_left_out_by_name_and_the_rest_is_judged(
-    how: str,
-    compare: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    how: str, compare: Any, play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "bench.json"
-    servers = {**WELL, "llama.cpp": how}
-    status = main(compare, monkeypatch, servers, tmp_path, "--quality", "--json", path)
+    status, result = play(stand_ins(compare, {**WELL, "llama.cpp": how}), "--quality")
     assert status in (0, 1)
-    result = json.loads(path.read_text())
     assert [*result["servers"]] == ["vllm", "ullage"]
     assert [*result["failures"]] == ["llama.cpp"]
     assert result["left_out"] == []
@@ -289,33 +288,25 @@ def test_a_peer_that_fails_is_left_out_by_name_and_the_rest_is_judged(
 
 
 @pytest.mark.parametrize("how", ["says so", "fails"])
-def test_a_peer_that_cannot_be_installed_is_left_out(
-    how: str, compare: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_peer_that_cannot_be_installed_is_left_out(how: str, compare: Any, play: Play) -> None:
     def failing(folder: Path) -> Any:
         if how == "says so":
             raise compare.ServerError("error: `pip install` failed:\nno compiler")
         subprocess.run(["sh", "-c", "exit 7"], check=True)
 
-    makers = {name: lambda path, name=name: stand_in(compare, name) for name in ("vllm", "ullage")}
-    path = tmp_path / "bench.json"
-    arguments = ["compare", tmp_path, "--concurrency", "8", "--rounds", "1", "--json", path]
-    monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
-    assert compare.main({**makers, "llama.cpp": failing}) == 3
-    result = json.loads(path.read_text())
+    servers = {**stand_ins(compare, WELL), "llama.cpp": failing}
+    status, result = play(servers, "--concurrency", "8", "--rounds", "1")
+    assert status == 3
     reasons = {"says so": "`pip install` failed:\nno compiler", "fails": "non-zero exit status 7"}
     assert reasons[how] in result["failures"]["llama.cpp"]
     assert [*result["servers"]] == ["vllm", "ullage"]
 
 
-def test_nothing_is_judged_without_a_peer_that_answers(
-    compare: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "bench.json"
-    servers = {"llama.cpp": "refuses", "vllm": "fails", "ullage": "well"}
-    few = ("--concurrency", "8", "--quality", "--json", path)
-    assert main(compare, monkeypatch, servers, tmp_path, *few) == 3
-    assert "a peer that answers" in json.loads(path.read_text())["left_out"]
+def test_nothing_is_judged_without_a_peer_that_answers(compare: Any, play: Play) -> None:
+    servers = stand_ins(compare, {"llama.cpp": "refuses", "vllm": "fails", "ullage": "well"})
+    status, result = play(servers, "--concurrency", "8", "--quality")
+    assert status == 3
+    assert "a peer that answers" in result["left_out"]
 
 
 def measured(compare: Any, **changes: Any) -> Any:
@@ -372,10 +363,7 @@ def test_servers_that_count_other_prompt_tokens_are_not_compared(compare: Any) -
 
 
 def test_options_that_measure_nothing_are_refused(
-    compare: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    compare: Any, play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = [
         ("--concurrency", "64"), ("--concurrency", "0"), ("--concurrency", "a"),
@@ -384,6 +372,6 @@ def test_options_that_measure_nothing_are_refused(
     ]  # fmt: skip
     for arguments in wrong:
         with pytest.raises(SystemExit, match="2"):
-            main(compare, monkeypatch, WELL, tmp_path / "peers", *arguments)
+            play(stand_ins(compare, WELL), *map(str, arguments))
         assert f"argument {arguments[0]}" in capsys.readouterr().err
     assert not (tmp_path / "peers").exists()
