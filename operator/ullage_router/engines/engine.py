@@ -39,8 +39,7 @@ HOPELESS_AFTER_S = 10 * HEARTBEAT_S
 MOVE_AFTER_S = 2.0
 """Seconds without a worker after which an engine's answers move to another engine.
 
-A worker of the native engine on a CPU is usually back by then, and continues its answers itself.
-Answers of an engine whose workers need longer to start move at once.
+An answer moves at once if another engine can prefill its prompt before the next worker starts.
 """
 SETTLE_S = 0.05
 """Seconds after the report of a lost worker at which the engine's answers may move."""
@@ -322,15 +321,26 @@ class Engine:
         is_lost = self.is_silent and self._owner.has_another(self)
         return silent_engine(self.id, self.age_s) if is_lost else None
 
-    def _delay_error(self) -> ServiceError | None:
-        """Return an error if the next worker takes long and another engine gives the same words.
+    def prefill_s(self, tokens: int) -> float:
+        """Return the seconds that an engine like this one needs to prefill `tokens` tokens.
 
-        An engine resumes its answers itself when its next worker is ready.
+        The result is 0 until the engine has measured its speed.
+        """
+        speed = self.headroom.prefill_tokens_per_second if self.headroom else 0.0
+        return tokens / speed if speed else 0.0
+
+    def _delay_error(self, move_s: float) -> ServiceError | None:
+        """Return an error if an answer is continued sooner by another engine, in the same words.
+
+        An engine continues its answers itself when its next worker is ready.
+
+        Args:
+            move_s: time in seconds that another engine needs to take the answer over.
         """
         start_s = self.headroom.worker_start_s if self.headroom else 0.0
-        patience_s = 0.0 if start_s > MOVE_AFTER_S else MOVE_AFTER_S
+        patience_s = 0.0 if start_s > move_s else MOVE_AFTER_S
         lost_s = time.monotonic() - self._worker_lost_at
-        is_late = lost_s >= patience_s and self._owner.has_equal(self)
+        is_late = math.isfinite(move_s) and lost_s >= patience_s and self._owner.has_equal(self)
         return recovering_engine(self.id, lost_s) if is_late else None
 
     @property

@@ -264,39 +264,44 @@ class StreamWatchdog:
 
     Args:
         loss: returns the error of all streams if the engine is lost, else None.
-        delay: returns the error of impatient streams if the engine has had no worker for too long,
-            else None.
+        delay: returns the error of a stream if the engine has been without a worker for too long,
+            else None. It gets the seconds that another engine needs to take the stream over.
     """
 
     def __init__(
-        self, loss: Callable[[], ServiceError | None], delay: Callable[[], ServiceError | None]
+        self,
+        loss: Callable[[], ServiceError | None],
+        delay: Callable[[float], ServiceError | None],
     ) -> None:
         self._loss = loss
         self._delay = delay
-        self._patient: set[Source] = set()
-        self._impatient: set[Source] = set()
+        self._move_s: dict[Source, float] = {}
+        """Seconds that another engine needs to take each stream over."""
         self._check_at: float | None = None
 
-    def watch(self, stream: Source, *, is_patient: bool = False) -> None:
+    def watch(self, stream: Source, move_s: float = 0.0) -> None:
         """Watch a stream, and end it with an error when it should move.
 
         Args:
-            is_patient: whether the stream waits for the engine's next worker, however long it
-                takes.
+            stream: the stream.
+            move_s: time in seconds that another engine needs to take the stream over. If it is
+                infinite, the stream waits for the engine's next worker, however long it takes.
         """
-        (self._patient if is_patient else self._impatient).add(stream)
+        self._move_s[stream] = move_s
         self._arm()
 
     def forget(self, stream: Source) -> None:
         """Stop watching a stream that has ended or is no longer read."""
-        self._patient.discard(stream)
-        self._impatient.discard(stream)
+        self._move_s.pop(stream, None)
 
     def check(self) -> None:
-        """End the streams that should move now."""
+        """End the streams that should move now, each with an error of its own."""
         with failures_logged("end streams of a lost engine"):
-            _end_all(self._patient, self._loss)
-            _end_all(self._impatient, lambda: self._loss() or self._delay())
+            for stream, move_s in tuple(self._move_s.items()):
+                error = self._loss() or self._delay(move_s)
+                if error is not None:
+                    self.forget(stream)
+                    stream.end(error)
 
     def _arm(self) -> None:
         if self._check_at is None:
@@ -310,15 +315,5 @@ class StreamWatchdog:
         # If this process itself was paused, the reports of that time are not yet read.
         if now - planned <= CHECK_INTERVAL_S:
             self.check()
-        if self._patient or self._impatient:
+        if self._move_s:
             self._arm()
-
-
-def _end_all(streams: set[Source], reason: Callable[[], ServiceError | None]) -> None:
-    """End the streams, each with an error of its own, if there is a reason to."""
-    for stream in tuple(streams):
-        error = reason()
-        if error is None:
-            return
-        streams.discard(stream)
-        stream.end(error)

@@ -186,7 +186,9 @@ class EngineSender:
 
         try:
             source = self._open(call, reservation, request, span)
-            engine.watchdog.watch(source, is_patient=progress.has_left_worker)
+            tokens = len(reservation.prompt.token_ids) + progress.longest
+            move_s = math.inf if progress.has_left_worker else engine.prefill_s(tokens)
+            engine.watchdog.watch(source, move_s)
             accepted = (await _expect(source)).accepted
             engine.on_accepted(reservation.credit)
             call.record.note("admitted", engine=engine.id)

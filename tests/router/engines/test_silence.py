@@ -108,28 +108,42 @@ def test_an_answer_leaves_an_engine_whose_worker_stays_away(start_service: "Star
     asyncio.run(scenario())
 
 
-def test_an_answer_does_not_wait_for_a_worker_that_starts_slowly(
-    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("prefill_speed", "moves"), [(1000.0, True), (0.1, False)])
+def test_an_answer_moves_at_once_if_another_engine_is_sooner_than_the_next_worker(
+    start_service: "StartService",
+    monkeypatch: pytest.MonkeyPatch,
+    prefill_speed: float,
+    moves: bool,
 ) -> None:
     monkeypatch.setattr(flow_control, "CHECK_INTERVAL_S", 60.0)
+    start_s = 1.0
 
     async def scenario() -> None:
         async with start_service(single=(100, 100)) as service:
             for engine in service.engines:
                 engine.set_facts(dtype="float32")
                 engine.script.pause = asyncio.Event()
+                engine.push(prefill_tokens_per_second=prefill_speed, worker_start_s=start_s)
             known = service.router.service.engines.all
             digest = service.engine.headroom.fingerprint
-            await service.until(lambda: all(e.numerics.digest == digest for e in known()))
+            await service.until(
+                lambda: all(e.numerics.digest == digest and e.prefill_s(1) for e in known())
+            )
+
             task = asyncio.ensure_future(service.complete())
             await service.until(lambda: any(engine.requests for engine in service.engines))
             lost, other = sorted(service.engines, key=lambda e: not e.requests)
             other.script.pause = None
-            lost.push(ready=False, worker_start_s=MOVE_AFTER_S + 1.0)
+            lost.push(ready=False)
+            if not moves:
+                await asyncio.sleep(start_s)
+                lost.push(ready=True)
+                lost.script.pause.set()
 
             answer = await asyncio.wait_for(task, PATIENCE_S)
             assert answer.json()["choices"][0]["text"] == "".join(lost.script.words)
-            assert answer.headers["x-ullage-resumed-on"] == other.headroom.engine
+            resumed_on = answer.headers.get("x-ullage-resumed-on")
+            assert resumed_on == (other.headroom.engine if moves else None)
 
     asyncio.run(scenario())
 
