@@ -21,15 +21,15 @@ from ullage_testing.native_models import (
     tiles,
 )
 
-from ullage_engine.layers.linear import NativeLinear, native_scratch_bytes
-from ullage_engine.native.library import PORTABLE, Draw, Team, instruction_sets
+from ullage_engine.layers.linear import NativeLinear, native_matrix, native_scratch_bytes
+from ullage_engine.native.library import PORTABLE, Draw, Model, Team, instruction_sets
 from ullage_engine.protocol.step_plan import Chunk
 from ullage_engine.quantization.formats import TILE_GROUPS, Packed, pack, quantise
 
 ComputeWith = Callable[[str], None]
 
 COLUMNS = 160
-ROWS = (1, 2, 3, 5, 12, 13, 40)
+ROWS = (1, 2, 3, 5, 6, 7, 10, 12, 13, 15, 16, 17, 40)
 KV_FORMATS = ("bfloat16", "float32", "float8")
 
 IS_USABLE = bool(instruction_sets())
@@ -119,9 +119,9 @@ def product(packed: Packed, x: torch.Tensor, team: Team) -> torch.Tensor:
     return out
 
 
-def matrices(size: float = 0.1) -> Iterator[Packed]:
+def matrices(size: float = 0.1, columns: int = COLUMNS) -> Iterator[Packed]:
     for format, group in itertools.product(("int4", "int8"), TILE_GROUPS):
-        weights = torch.randn(48, COLUMNS) * size
+        weights = torch.randn(48, columns) * size
         encoding = tiles(weights, format, group)
         yield Packed(
             encoding, pack(quantise(weights, encoding, torch.float32), encoding, torch.float32)
@@ -138,6 +138,34 @@ def test_products_have_the_bits_of_the_portable_set(
             wanted, found = (product(packed, x, Team(2, isa)) for isa in (PORTABLE, vectors))
             with subtests.test(encoding=packed.encoding, rows=rows):
                 assert wanted.isfinite().any()
+                assert equal_bits(found, wanted)
+
+
+def whole_product(packed: Packed, x: torch.Tensor, team: Team) -> torch.Tensor:
+    """Multiply all rows in one call, not in passes of some rows as `NativeLinear` does."""
+    rows, columns = x.shape
+    factors = rows * columns // packed.encoding.group
+    scales = torch.zeros(factors)
+    sums = torch.zeros(factors)
+    rounded = torch.zeros(rows * columns, dtype=torch.int8)
+    buffers = Model(
+        rounded=rounded.data_ptr(), row_scales=scales.data_ptr(), row_sums=sums.data_ptr()
+    )
+    out = torch.empty(rows, packed.encoding.shape[0])
+    team.multiply(native_matrix(packed), x, out, buffers)
+    return out
+
+
+@pytest.mark.usefixtures("seed")
+def test_products_of_long_and_of_many_rows_have_the_bits_of_the_portable_set(
+    vectors: str, subtests: pytest.Subtests
+) -> None:
+    for packed in matrices(columns=1_120):
+        for rows in (8, 97, 210):
+            x = torch.randn(rows, 1_120)
+            wanted, found = (whole_product(packed, x, Team(2, isa)) for isa in (PORTABLE, vectors))
+            with subtests.test(encoding=packed.encoding, rows=rows):
+                assert wanted.isfinite().all()
                 assert equal_bits(found, wanted)
 
 

@@ -17,6 +17,13 @@ namespace ULLAGE_ISA {
 
 constexpr int kBlockTokens = 16, kSpan = 256, kRowsTogether = 16;
 
+// Sums that are computed at once: enough of them hide an instruction's latency, and registers hold them.
+#if ULLAGE_AVX512
+constexpr int kMostQueries = 8, kMostSums = 16;
+#else
+constexpr int kMostQueries = 4, kMostSums = 12;
+#endif
+
 template <Format kFormat>
 inline V load_kv(const uint8_t* block, int64_t place) {
   if constexpr (kFormat == kFloat8) return V::float8(block + place);
@@ -43,18 +50,25 @@ inline void score_blocks(const float* queries, int64_t head_dim, const Cache& ca
   const uint8_t* keys[kBlocks];
   V acc[kRows][kBlocks * kVectors];
   for (int b = 0; b < kBlocks; ++b) keys[b] = cache.keys + blocks[b] * cache.block_size;
+  ULLAGE_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    ULLAGE_UNROLL
     for (int v = 0; v < kBlocks * kVectors; ++v) acc[r][v] = V::set(0.0f);
   }
   for (int64_t d = 0; d < head_dim; ++d) {
     V query[kRows];
+    ULLAGE_UNROLL
     for (int r = 0; r < kRows; ++r) query[r] = V::set(queries[r * head_dim + d]);
+    ULLAGE_UNROLL
     for (int v = 0; v < kBlocks * kVectors; ++v) {
       const V key = load_kv<kFormat>(keys[v / kVectors], d * kBlockTokens + v % kVectors * V::kWidth);
+      ULLAGE_UNROLL
       for (int r = 0; r < kRows; ++r) acc[r][v] = fma(query[r], key, acc[r][v]);
     }
   }
+  ULLAGE_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    ULLAGE_UNROLL
     for (int v = 0; v < kBlocks * kVectors; ++v) store(scores + r * kSpan + v * V::kWidth, acc[r][v]);
   }
 }
@@ -64,14 +78,24 @@ inline void score_blocks(const float* queries, int64_t head_dim, const Cache& ca
 template <int kRows, Format kFormat>
 inline void score_rows(const float* queries, int64_t head_dim, const Cache& cache, const int32_t* blocks,
                        int tokens, bool is_first, float* scores) {
-  constexpr int kBlocks = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
+  constexpr int kFit = kMostSums * V::kWidth / kBlockTokens / kRows;
+  constexpr int kBlocks = kFit >= 8 ? 8 : kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
+  const auto prefetch_from = [&](int first, int count) {
+    for (int b = first; is_first && b < first + count; ++b) {
+      prefetch(cache.values + blocks[b] * cache.block_size, cache.block_size);
+      if ((b + count) * kBlockTokens < tokens) prefetch(cache.keys + blocks[b + count] * cache.block_size, cache.block_size);
+    }
+  };
   int start = 0;
   for (; start + kBlocks * kBlockTokens <= tokens; start += kBlocks * kBlockTokens) {
-    for (int b = start / kBlockTokens; is_first && b < start / kBlockTokens + kBlocks; ++b) {
-      prefetch(cache.values + blocks[b] * cache.block_size, cache.block_size);
-      if ((b + kBlocks) * kBlockTokens < tokens) prefetch(cache.keys + blocks[b + kBlocks] * cache.block_size, cache.block_size);
-    }
+    prefetch_from(start / kBlockTokens, kBlocks);
     score_blocks<kRows, kBlocks, kFormat>(queries, head_dim, cache, blocks + start / kBlockTokens, scores + start);
+  }
+  if constexpr (kBlocks > 2) {
+    for (; start + 2 * kBlockTokens <= tokens; start += 2 * kBlockTokens) {
+      prefetch_from(start / kBlockTokens, 2);
+      score_blocks<kRows, 2, kFormat>(queries, head_dim, cache, blocks + start / kBlockTokens, scores + start);
+    }
   }
   for (; start < tokens; start += kBlockTokens) {
     score_blocks<kRows, 1, kFormat>(queries, head_dim, cache, blocks + start / kBlockTokens, scores + start);
@@ -83,21 +107,28 @@ template <int kRows, int kVectors, Format kFormat>
 inline void weigh(const float* weights, const Cache& cache, const int32_t* blocks, int tokens,
                   int64_t head_dim, int64_t d, float* out) {
   V acc[kRows][kVectors];
+  ULLAGE_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    ULLAGE_UNROLL
     for (int v = 0; v < kVectors; ++v) acc[r][v] = V::set(0.0f);
   }
   for (int start = 0; start < tokens; start += kBlockTokens) {
     const uint8_t* block = cache.values + blocks[start / kBlockTokens] * cache.block_size;
     for (int t = 0; t < kBlockTokens; ++t) {
       V value[kVectors];
+      ULLAGE_UNROLL
       for (int v = 0; v < kVectors; ++v) value[v] = load_kv<kFormat>(block, t * head_dim + d + v * V::kWidth);
+      ULLAGE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         const V weight = V::set(weights[r * kSpan + start + t]);
+        ULLAGE_UNROLL
         for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
       }
     }
   }
+  ULLAGE_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    ULLAGE_UNROLL
     for (int v = 0; v < kVectors; ++v) store(out + r * head_dim + d + v * V::kWidth, acc[r][v]);
   }
 }
@@ -105,7 +136,7 @@ inline void weigh(const float* weights, const Cache& cache, const int32_t* block
 template <int kRows, Format kFormat>
 inline void weigh_rows(const float* weights, const Cache& cache, const int32_t* blocks, int tokens,
                        int64_t head_dim, float* out) {
-  constexpr int kWide = kRows <= 3 ? 4 : 2;
+  constexpr int kWide = kMostSums / kRows >= 4 ? 4 : 2;
   int64_t d = 0;
   for (; d + kWide * V::kWidth <= head_dim; d += kWide * V::kWidth) {
     weigh<kRows, kWide, kFormat>(weights, cache, blocks, tokens, head_dim, d, out);
@@ -113,9 +144,13 @@ inline void weigh_rows(const float* weights, const Cache& cache, const int32_t* 
   for (; d < head_dim; d += V::kWidth) weigh<kRows, 1, kFormat>(weights, cache, blocks, tokens, head_dim, d, out);
 }
 
+// Calls each(count, first) for all rows, as many at once as kMostQueries.
 template <typename Each>
-inline void in_fours(int rows, const Each& each) {
+inline void in_runs(int rows, const Each& each) {
   int r = 0;
+  if constexpr (kMostQueries == 8) {
+    for (; r + 8 <= rows; r += 8) each(std::integral_constant<int, 8>(), r);
+  }
   for (; r + 4 <= rows; r += 4) each(std::integral_constant<int, 4>(), r);
   if (rows - r == 3) each(std::integral_constant<int, 3>(), r);
   if (rows - r == 2) each(std::integral_constant<int, 2>(), r);
@@ -185,7 +220,7 @@ inline void attend_span(const Queries& own, const Cache& cache, int64_t span, fl
   const int64_t seen = last + 1 - begin < kSpan ? last + 1 - begin : kSpan;
   const int tokens = static_cast<int>((seen + kBlockTokens - 1) / kBlockTokens * kBlockTokens);
   const int32_t* blocks = own.blocks + begin / kBlockTokens;
-  in_fours(own.rows, [&](auto count, int r) {
+  in_runs(own.rows, [&](auto count, int r) {
     score_rows<count.value, kFormat>(own.queries + r * own.head_dim, own.head_dim, cache, blocks, tokens,
                                    r == 0, scores + r * kSpan);
   });
@@ -194,7 +229,7 @@ inline void attend_span(const Queries& own, const Cache& cache, int64_t span, fl
     const int seen_by_row = static_cast<int>(end > kSpan ? kSpan : end < 0 ? 0 : end);
     soften(scores + r * kSpan, seen_by_row, tokens, &parts[r].most, &parts[r].total);
   }
-  in_fours(own.rows, [&](auto count, int r) {
+  in_runs(own.rows, [&](auto count, int r) {
     weigh_rows<count.value, kFormat>(scores + r * kSpan, cache, blocks, tokens, own.head_dim,
                                    values + r * own.head_dim);
   });

@@ -88,14 +88,17 @@ template <int kRows, int kLanes, bool kNibbles, int kGroup>
 struct Sums {
 #if ULLAGE_AVX512
   __m512i total[kRows];
-  inline void add(const uint8_t* codes, int, const int8_t* x) {
+  ULLAGE_INLINE void add(const uint8_t* codes, int, const int8_t* x) {
     const __m512i low = _mm512_set1_epi8(15);
+    ULLAGE_UNROLL
     for (int m = 0; m < kRows; ++m) total[m] = _mm512_setzero_si512();
     if constexpr (kNibbles) {
+      ULLAGE_UNROLL
       for (int j = 0; j < kGroup / 8; ++j) {
         const __m512i both = _mm512_loadu_si512(codes + j * 64);
         const __m512i first = _mm512_and_si512(both, low);
         const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        ULLAGE_UNROLL
         for (int m = 0; m < kRows; ++m) {
           const int8_t* row = x + 4 * (j * kRows + m);
           const int8_t* other = row + kRows * kGroup / 2;
@@ -104,8 +107,10 @@ struct Sums {
         }
       }
     } else {
+      ULLAGE_UNROLL
       for (int j = 0; j < kGroup / 4; ++j) {
         const __m512i code = _mm512_loadu_si512(codes + j * 64);
+        ULLAGE_UNROLL
         for (int m = 0; m < kRows; ++m) {
           const int8_t* row = x + 4 * (j * kRows + m);
           total[m] = _mm512_dpbusd_epi32(total[m], code, _mm512_set1_epi32(four_codes(row)));
@@ -113,10 +118,10 @@ struct Sums {
       }
     }
   }
-  inline V of(int m, int) const { return {_mm512_cvtepi32_ps(total[m])}; }
+  ULLAGE_INLINE V of(int m, int) const { return {_mm512_cvtepi32_ps(total[m])}; }
 #elif ULLAGE_PORTABLE
   int32_t total[kRows][kTileRows];
-  inline void add(const uint8_t* codes, int, const int8_t* x) {
+  ULLAGE_INLINE void add(const uint8_t* codes, int, const int8_t* x) {
     memset(total, 0, sizeof total);
     for (int m = 0; m < kRows; ++m) {
       for (int k = 0; k < (kNibbles ? kGroup / 2 : kGroup); ++k) {
@@ -129,12 +134,12 @@ struct Sums {
       }
     }
   }
-  inline V of(int m, int) const { return V::of([&](int lane) { return static_cast<float>(total[m][lane]); }); }
+  ULLAGE_INLINE V of(int m, int) const { return V::of([&](int lane) { return static_cast<float>(total[m][lane]); }); }
 #else
   // 16 bits hold the sum of eight pairs of products with codes up to 15: 8 * 2 * 15 * 127 < 2^15. A code
   // of eight bits is computed as two codes of four.
   __m256i low_sum[kRows][kLanes], high_sum[kNibbles ? 1 : kRows][kLanes];
-  inline void add(const uint8_t* codes, int part, const int8_t* x) {
+  ULLAGE_INLINE void add(const uint8_t* codes, int part, const int8_t* x) {
     const __m256i low = _mm256_set1_epi8(15);
     for (int m = 0; m < kRows; ++m) {
       for (int h = 0; h < kLanes; ++h) {
@@ -163,7 +168,7 @@ struct Sums {
       }
     }
   }
-  inline V of(int m, int h) const {
+  ULLAGE_INLINE V of(int m, int h) const {
     __m256i total = _mm256_madd_epi16(low_sum[m][h], _mm256_set1_epi16(1));
     if constexpr (!kNibbles) {
       total = _mm256_add_epi32(total, _mm256_madd_epi16(high_sum[m][h], _mm256_set1_epi16(16)));
@@ -184,6 +189,7 @@ inline void integer_rows(const uint8_t* tile, int part, const Inputs& in, int64_
   const float* scales = in.scales + first * in.groups;
   const float* sums = in.sums + first * in.groups;
   V acc[kRows][kLanes];
+  ULLAGE_UNROLL
   for (int m = 0; m < kRows; ++m) {
     for (int h = 0; h < kLanes; ++h) acc[m][h] = V::set(0.0f);
   }
@@ -195,12 +201,14 @@ inline void integer_rows(const uint8_t* tile, int part, const Inputs& in, int64_
       const V scale = V::float16(factors + (part + h) * V::kWidth);
       V minimum = V::float16(factors + kTileRows + (part + h) * V::kWidth);
       if constexpr (!kNibbles) minimum = fma(scale, V::set(-128.0f), minimum);
+      ULLAGE_UNROLL
       for (int m = 0; m < kRows; ++m) {
         acc[m][h] = fma(group.of(m, h), scale * V::set(scales[g * kRows + m]), acc[m][h]);
         acc[m][h] = fma(minimum, V::set(sums[g * kRows + m]), acc[m][h]);
       }
     }
   }
+  ULLAGE_UNROLL
   for (int m = 0; m < kRows; ++m) {
     for (int h = 0; h < kLanes; ++h) store(out[m] + (part + h) * V::kWidth, acc[m][h]);
   }

@@ -18,6 +18,16 @@
 #include <cstdint>
 #include <cstring>
 
+// Before a loop over an array of registers. Compilers keep an array in memory if they do not unroll its loops.
+#if ULLAGE_PORTABLE
+#define ULLAGE_UNROLL
+#else
+#define ULLAGE_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+// Before a function of a loop over registers. A call of it would put all of them into memory.
+#define ULLAGE_INLINE __attribute__((always_inline)) inline
+
 namespace ullage {
 namespace ULLAGE_ISA {
 
