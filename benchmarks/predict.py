@@ -31,10 +31,12 @@ from ullage_engine.kernels.kv_pool import StatePool, scratch_blocks
 from ullage_engine.model_config.dtypes import DTYPES
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
-from ullage_engine.model_loader.prepare import FLOAT32, MATRICES
+from ullage_engine.model_loader.prepare import FLOAT32, MATRICES, VOCABULARY
 from ullage_engine.model_loader.tensor_plan import TensorPlan, plan_tensors
+from ullage_engine.native.library import instruction_set
 from ullage_engine.protocol.requests import EngineRequest, PromptLogprobs, SamplingParams
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan, state_slots
+from ullage_engine.quantization.formats import TILE_GROUPS
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -52,6 +54,8 @@ OUTPUT = 2
 LIMITS = StepLimits(
     max_tokens=256 + 16, max_rows=16, max_model_len=1024, gather_tokens=2048, itemsize=0
 )
+TILE_FACTOR_BYTES = 4
+"""Bytes of the float16 scale and offset of each group in the native library's tiles."""
 CPU = torch.device("cpu")
 Format = Literal["none", "int8", "mxfp4"]
 T = TypeVar("T")
@@ -289,6 +293,9 @@ def weights_bytes(model_config: ModelConfig, dtype: torch.dtype, format: Format)
 def tensor_bytes(plan: TensorPlan, dtype: torch.dtype, format: Format) -> int:
     count = torch.Size(plan.shape).numel()
     kind = plan.name.rpartition(".")[2]
+    if format == "int8" and instruction_set() and kind in MATRICES | VOCABULARY:
+        group = max(size for size in TILE_GROUPS if plan.shape[-1] % size == 0)
+        return count + count // group * TILE_FACTOR_BYTES
     if format == "int8" and kind in MATRICES:  # and a scale for each row
         return count + count // plan.shape[-1] * dtype.itemsize
     if format == "mxfp4" and kind in ("experts_gate_up", "experts_down"):
