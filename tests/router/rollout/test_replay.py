@@ -11,10 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
-from ullage_testing.fake_engine import FakeEngine, Script
+from tokenizers import Tokenizer
+from ullage_testing.fake_engine import TOKENIZER, FakeEngine, Script
+from ullage_testing.otlp import OtlpReceiver
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.canary_answers import MIN_PROMPTS, Unjudged
+from ullage_common.process.logs import JsonFormatter
 from ullage_common.wire.errors import ServiceError
 from ullage_router.policy.facts import Side
 from ullage_router.rollout import replay
@@ -236,6 +239,52 @@ def test_prompts_are_taken_from_requests_until_there_are_enough(
 
     asyncio.run(scenario())
     assert "secret" not in caplog.text
+
+
+SECRET = "quetzal"
+TOKEN_IDS = ",".join(map(str, Tokenizer.from_buffer(TOKENIZER).encode(SECRET).ids))
+"""The secret as the model's tokens."""
+
+
+@pytest.mark.parametrize("is_quoted", [False, True], ids=["compared", "quoted by an engine"])
+def test_a_sampled_prompt_is_in_no_log_metric_or_trace(
+    is_quoted: bool, started: Started, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def scenario(receiver: OtlpReceiver) -> None:
+        async with started(tracing={"endpoint": receiver.grpc_endpoint}) as trial:
+            trial.begin(sampled=True)
+            await trial.until_ready()
+            if is_quoted:
+                message = f"no room for {SECRET}"
+                error = ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", message)
+                trial.canary.script.refuse = error
+            for number in range(MIN_PROMPTS):
+                answer = await trial.service.chat(f"{SECRET} {number}", max_tokens=1)
+                assert answer.status_code == 200
+                shown.append(json.dumps(await trial.service.stats()))  # most are still kept
+            if is_quoted:
+                await trial.until_unjudged(Unjudged.FAILING)
+            else:
+                await trial.until_compared()
+            page = await trial.metrics()
+            shown.append(page)
+            shown.append(json.dumps(await trial.service.stats()))
+        spans = receiver.wait(lambda spans: len({each.trace_id for each in spans}) >= MIN_PROMPTS)
+        assert "ullage_router_answers" in page
+        shown.extend(map(repr, spans))
+
+    shown: list[str] = []
+    with OtlpReceiver() as receiver:
+        asyncio.run(scenario(receiver))
+    # Formatted as in the log, with the fields that `caplog.text` lacks.
+    formatter = JsonFormatter()
+    logged = [formatter.format(record) for record in caplog.records if record.name != "httpx"]
+    assert any("replay" in line or "canary" in line for line in logged), logged
+    for text in [*shown, *logged]:
+        assert SECRET not in text
+        assert TOKEN_IDS not in text.replace(" ", "")
 
 
 def test_nothing_is_kept_or_replayed_unless_asked_for(started: Started) -> None:
