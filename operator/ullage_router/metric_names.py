@@ -106,6 +106,11 @@ STALE_ENGINES = GaugeName("ullage_router_stale_engines", "Engines whose last rep
 EJECTED_ENGINES = GaugeName(
     "ullage_router_ejected_engines", "Engines that get nothing because requests failed on them"
 )
+BREAKER_LIMIT = GaugeName(
+    "ullage_router_breaker_limit",
+    "Fewest requests at once that an engine may get since requests failed on it; 0: no limit",
+    ("pool",),
+)
 HEADROOM_AGE = GaugeName(
     "ullage_router_headroom_age_seconds", "Age of the oldest last report among engines"
 )

@@ -395,6 +395,13 @@ CONNECTIONS = Row(
             ],
         ),
         Panel(
+            "Limit after failures",
+            "Requests at once that an engine may get since requests failed on it, by pool. Each "
+            "first token doubles the limit. 0 means no limit.",
+            "none",
+            [gauge("ullage_router_breaker_limit", "pool", how="max")],
+        ),
+        Panel(
             "Age of reports",
             "Age of the oldest last report of an engine. Reports arrive ten times a second while "
             "memory changes, and otherwise once a second.",

@@ -6,6 +6,7 @@ request is refused.
 """
 
 import logging
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -236,11 +237,21 @@ class Admission:
             refused_by=refused_by,
             claimed=claimed,
             waiting=waiting,
+            patience_s=self._patience_s(request),
             limits=self._limits(request),
             preferred=request.preferred.engine,
             deferrals=self._seen_by(request) if self._deferrals else NOBODY,
             draw=random.getrandbits(30),
         )
+
+    def _patience_s(self, request: AdmissionRequest) -> float:
+        """Return how many more seconds the request may wait in the queue.
+
+        The result is infinity for the rest of an answer, since no client would retry that.
+        """
+        if request.progress.is_accepted:
+            return math.inf
+        return self._queue_timeout_s - request.call.decisions.latest.queued_s
 
     def _seen_by(self, request: AdmissionRequest) -> Deferrals:
         """Return what this request must know about recently refused requests.
@@ -403,7 +414,8 @@ class Admission:
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
         """Wait for the request's turn in the queue while its answer can still meet its deadline.
 
-        If the wait ends early, `queue_state` records the reason.
+        If the wait ends early, `queue_state` records the reason. The wait also ends when the
+        decision is to be reviewed. The request then keeps its place.
         """
         call = request.call
         started = time.monotonic()
@@ -421,13 +433,15 @@ class Admission:
         try:
             if entry.is_head:
                 self._queue.wake_followers(entry, wait.available)
-            until = started + min(allowed_s, wait.longest_s)
+            until = started + min(allowed_s, wait.longest_s, wait.review_s)
             while await entry.wait_turn(until - time.monotonic()):
                 if entry.is_evicted:
                     request.queue_state = QueueState.FULL
                 if entry.is_evicted or entry.is_head or self._passes(request):
                     break
             else:
+                if wait.review_s < min(allowed_s, wait.longest_s):
+                    return
                 is_late = wait.longest_s < allowed_s
                 request.queue_state = QueueState.LATE if is_late else QueueState.SPENT
         finally:

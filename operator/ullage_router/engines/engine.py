@@ -274,8 +274,7 @@ class Engine:
     @property
     def is_at_limit(self) -> bool:
         """Whether the engine failed recently, and has reached its temporary limit on requests."""
-        limit = self.breaker.limit
-        return limit is not None and self.inflight >= limit
+        return self.breaker.is_at_limit
 
     @property
     def expected_output(self) -> int:
@@ -520,7 +519,8 @@ class Engine:
         """
         credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()
-        self.breaker.on_sent(credit, time.monotonic())
+        first_token_s = self.prefill_s(self.backlog_tokens) if self.is_on_trial else 0.0
+        self.breaker.on_sent(credit, time.monotonic(), first_token_s)
         return credit
 
     def on_accepted(self, credit: Credit) -> None:
@@ -531,7 +531,10 @@ class Engine:
         """Record that the request's first token has arrived."""
         self._credit.on_first_token(credit)
         self._on_load_change()
+        limit = self.breaker.limit
         self.breaker.on_first_token(credit)
+        if self.breaker.limit != limit:  # the engine may get the next requests
+            self._owner.on_change()
 
     def release(self, *credits: Credit) -> None:
         """Release the reservations of requests that have ended, whether or not they succeeded."""

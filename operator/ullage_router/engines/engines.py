@@ -483,7 +483,8 @@ class Engines:
                 engine.is_at_limit or (engine.is_on_trial and not with_trials)
             ):
                 # Requests wait for the engine's next success, rather than fail with it.
-                view = replace(view, standing=EngineState.RECOVERING)
+                breaker = engine.breaker.limit_facts(now)
+                view = replace(view, standing=EngineState.RECOVERING, breaker=breaker)
             views.append(view)
         return views
 
@@ -575,6 +576,11 @@ class Engines:
         return held
 
     # Counts for metrics
+
+    def breaker_limit(self, pool: str) -> int:
+        """Return the lowest limit of a pool's circuit breakers, or 0 if none is in force."""
+        limits = (e.breaker.limit for e in self.all() if e.pool == pool)
+        return min((limit for limit in limits if limit is not None), default=0)
 
     def workers_lost(self, side: Side) -> int:
         """Return the number of unexpected worker and server exits on one side's engines."""

@@ -9,9 +9,10 @@ every second request rarely fails five in a row.
 
 After its breaker has opened, an engine gets few requests at once, even if the pool has no other
 engine to try. The limit on concurrent requests starts at one, doubles with each first token, and
-returns to one after a failure. Requests beyond the limit wait in the queue or are refused, instead
-of failing. Requests that were sent before the breaker opened say nothing about the engine's current
-condition, so their outcomes are ignored.
+returns to one after a failure. Requests beyond the limit wait in the queue if the engine is
+predicted to have a place in time (`forecast.place_s`). Otherwise they are refused. Requests that
+were sent before the breaker opened say nothing about the engine's current condition, so they do not
+count against the limit, and their outcomes are ignored.
 
 Only engine faults count as failures (`errors.is_engine_fault`). A request that is invalid,
 cancelled, out of time or too large for the free memory does not. An answer that stalls after its
@@ -20,9 +21,11 @@ first token does count.
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from ullage_common.config.router import BreakerSection
+from ullage_router.policy.facts import BreakerLimit
 
 State = Literal["closed", "open", "half-open"]
 
@@ -32,6 +35,19 @@ MAX_FAILED = WINDOW // 2
 """Number of failures in the window that opens the breaker."""
 FULL_LIMIT = 64
 """Limit on concurrent requests above which an engine counts as recovered."""
+LEAST_PROOF_S = 2.0
+PROOF_STRETCH = 2.0
+"""A first token is late after this many times its predicted time, plus LEAST_PROOF_S seconds."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A running request that was sent while the limit was in force."""
+
+    due: float
+    """Time from which the request's first token is late."""
+    has_begun: bool = False
+    """Whether the request has raised the limit, which it does with its first token."""
 
 
 class CircuitBreaker:
@@ -52,14 +68,11 @@ class CircuitBreaker:
         self.openings = 0
         """Number of times that the breaker has opened."""
         self.limit: int | None = None
-        """Maximum number of concurrent requests, or None if the engine has recovered."""
+        """Maximum number of concurrent trials, or None if the engine has recovered."""
         self._outcomes = deque[bool](maxlen=WINDOW)
         """For each of the latest requests, whether it failed. Oldest first."""
-        self._trials: dict[object, bool] = {}
-        """Running requests that were sent while `limit` was in force, which are called trials.
-
-        The value is whether the trial has already raised the limit.
-        """
+        self._trials: dict[object, _Trial] = {}
+        """Running requests that were sent while `limit` was in force, which are called trials."""
 
     @property
     def failures(self) -> int:
@@ -70,6 +83,29 @@ class CircuitBreaker:
     def is_closed(self) -> bool:
         """Whether the breaker lets all requests pass."""
         return self._until is None
+
+    @property
+    def num_trials(self) -> int:
+        """Number of running requests that were sent while the limit was in force."""
+        return len(self._trials)
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the engine has as many trials as the limit allows."""
+        return self.limit is not None and self.num_trials >= self.limit
+
+    def limit_facts(self, now: float) -> BreakerLimit | None:
+        """Return what predicts when a place will be free, or None if the limit is not reached."""
+        if self.limit is None or not self.is_at_limit:
+            return None
+        dues = [trial.due for trial in self._trials.values() if not trial.has_begun]
+        return BreakerLimit(
+            limit=self.limit,
+            running=self.num_trials,
+            not_begun=len(dues),
+            due_s=min(dues, default=now) - now,
+            pause_s=max(0.0, self.until - now),
+        )
 
     def state(self, now: float) -> State:
         """Return the state at the given time.
@@ -95,10 +131,14 @@ class CircuitBreaker:
         """
         return float("-inf") if self._until is None else self._until
 
-    def on_sent(self, request: object, now: float) -> None:
-        """Record a sent request. The first request that a half-open breaker admits is the probe."""
+    def on_sent(self, request: object, now: float, first_token_s: float = 0.0) -> None:
+        """Record a sent request. The first request that a half-open breaker admits is the probe.
+
+        Args:
+            first_token_s: predicted seconds until the request's first token (0 if unknown).
+        """
         if self.limit is not None:
-            self._trials[request] = False
+            self._trials[request] = _Trial(now + LEAST_PROOF_S + PROOF_STRETCH * first_token_s)
         if self.state(now) == "half-open" and self._probe is None:
             self._probe = request
 
@@ -164,9 +204,10 @@ class CircuitBreaker:
 
     def _raise_limit(self, request: object) -> None:
         """Double the limit if the request is a trial that has not raised it before."""
-        if self.limit is None or self._trials.get(request, True):
+        trial = self._trials.get(request)
+        if self.limit is None or trial is None or trial.has_begun:
             return
-        self._trials[request] = True
+        trial.has_begun = True
         self.limit *= 2
         if self.limit > FULL_LIMIT:
             self.limit = None

@@ -37,7 +37,14 @@ from ullage_router.policy.facts import (
     RequestFacts,
     RoutingPolicy,
 )
-from ullage_router.policy.forecast import end_s, is_on_time, longest_wait_s, step_limit_s, turn_s
+from ullage_router.policy.forecast import (
+    end_s,
+    is_on_time,
+    longest_wait_s,
+    place_s,
+    step_limit_s,
+    turn_s,
+)
 from ullage_router.policy.next_step import (
     Action,
     NextStep,
@@ -61,6 +68,8 @@ _REASONS_AFTER_WAITING = {
     QueueState.SPENT: "QUEUE_TIMEOUT",
     QueueState.LATE: "DEADLINE",
 }
+LEAST_REVIEW_S = 0.5
+"""Minimum seconds after which a request that waits for an engine's recovery is decided again."""
 
 
 def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> NextStep:
@@ -258,7 +267,7 @@ class _LadderRun:
         return max(least, min(engine.expected_output, most))
 
     def _wait(self) -> Wait | None:
-        """Decide to wait for memory in the home pool.
+        """Decide to wait for memory in the home pool, or for an engine of it to recover.
 
         Return None if the request may not queue or would be late, or if all of the pool's engines
         are unusable.
@@ -278,8 +287,16 @@ class _LadderRun:
             longest_wait_s(e, facts.prompt_tokens, self._expected_output(e), facts.limits)
             for e in recoverable
         )
+        review_s = math.inf
+        if self._at_limit():
+            reason = "BREAKER_LIMIT"
+            if facts.patience_s < math.inf:
+                turn_s = self._place_s()
+                if turn_s > min(longest_s, facts.patience_s):
+                    return None  # the client should return when the engine may have recovered
+                review_s = max(turn_s, LEAST_REVIEW_S)
         available = max((e.available for e in usable), default=0)
-        return Wait(reason, self.home, self._least(recoverable), longest_s, available)
+        return Wait(reason, self.home, self._least(recoverable), longest_s, available, review_s)
 
     def _overflow(self) -> Run | None:
         """Decide to run in another pool, or return None if none has enough memory now.
@@ -304,7 +321,7 @@ class _LadderRun:
     def _reject(self) -> Refuse:
         engines = self._usable(self.home)
         if not engines:
-            return self._unavailable()
+            return self._limited() if self._at_limit() else self._unavailable()
         demand = self._least(engines)
         available = max(e.available for e in engines)
         retry = self._retry_after(engines, demand.kv_bytes)
@@ -312,6 +329,21 @@ class _LadderRun:
         reason = _REASONS_AFTER_WAITING.get(queue, self._shortage_reason())
         message = _busy(reason, demand, available, retry)
         return Refuse("busy", reason, message, demand, available, retry, self.home)
+
+    def _limited(self) -> Refuse:
+        """Refuse the request, because no engine at home may get more requests until it recovers."""
+        engines = self._at_limit()
+        demand = self._least(engines)
+        available = max(e.available for e in engines)
+        turn_s = self._place_s()
+        seconds = None if turn_s == math.inf else turn_s
+        returns = self.facts.deferrals.returns(self.home)
+        retry = retry_after(seconds, returns, self.facts.draw, self.policy.rungs.reject)
+        message = (
+            f"requests failed on the engines of pool {self.home}, which get few at once until "
+            f"answers succeed; retry in {retry} s"
+        )
+        return Refuse("busy", "BREAKER_LIMIT", message, demand, available, retry, self.home)
 
     def _unavailable(self) -> Refuse:
         return Refuse(
@@ -440,7 +472,28 @@ class _LadderRun:
             and self._is_in_time(e)
         ]
 
+    def _at_limit(self) -> list[EngineView]:
+        """Return the home engines if each of them has reached its circuit breaker's limit.
+
+        Unusable engines do not count. The result is empty if any other engine is left, which may
+        soon take the request.
+        """
+        engines = [e for e in self._pool(self.home) if e.standing is not EngineState.UNUSABLE]
+        return engines if all(e.breaker for e in engines) else []
+
     # Predictions
+
+    def _place_s(self) -> float:
+        """Return the seconds until a home engine at its circuit breaker's limit has a place.
+
+        Returns:
+            Infinity if nothing can be predicted.
+        """
+        engines = self._at_limit()
+        is_next = self.home not in self.facts.ahead
+        waiting = 0 if is_next else self.facts.waiting.get(self.home, 0)
+        ahead = -(-waiting // len(engines))
+        return min(place_s(engine, ahead) for engine in engines)
 
     def _ends_before(self, engine: EngineView, head_bytes: int | None) -> bool:
         """Return whether the request would end before the first queued request could start.

@@ -56,6 +56,24 @@ class Release(msgspec.Struct, frozen=True):
     """Number of bytes released."""
 
 
+class BreakerLimit(msgspec.Struct, frozen=True):
+    """The state of an engine that has as many requests as its circuit breaker allows.
+
+    Only requests that were sent after the breaker opened count.
+    """
+
+    limit: int
+    """Maximum number of concurrent requests. Each first token doubles the limit."""
+    running: int
+    """Number of running requests, at least `limit`."""
+    not_begun: int
+    """Number of running requests that have no first token yet."""
+    due_s: float
+    """Seconds until one of these first tokens is late (negative if one is)."""
+    pause_s: float = 0.0
+    """Seconds until the breaker's pause ends (0 if the breaker is not open)."""
+
+
 class EngineView(msgspec.Struct, frozen=True):
     """The state of one engine at one moment."""
 
@@ -93,6 +111,11 @@ class EngineView(msgspec.Struct, frozen=True):
     """Longest step, in seconds, with which all running requests would meet their deadlines."""
     max_sequences: int = 0
     """Maximum number of sequences in a step (0 if unknown)."""
+    breaker: BreakerLimit | None = None
+    """The circuit breaker's limit on requests, or None if the limit is not reached.
+
+    An engine that has reached its limit is `RECOVERING`.
+    """
     kind: tuple[int, ...] = ()
     """Key shared by all engines with identical memory properties, set on creation.
 
@@ -217,6 +240,11 @@ class RequestFacts(msgspec.Struct, frozen=True):
     """
     waiting: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Number of requests queued ahead of this one, by pool."""
+    patience_s: float = math.inf
+    """Seconds that the request may still wait in the queue.
+
+    Infinity if no client would retry the request, as for an answer that lost its engine.
+    """
     deferrals: Deferrals = NOBODY
     """Requests that were refused before this one and will be retried."""
 

@@ -20,6 +20,7 @@ cap. Answers that lost their engine are exempt, because a pause is worse than sl
 import math
 from collections.abc import Iterator, Sequence
 
+from ullage_router.policy.circuit_breaker import FULL_LIMIT
 from ullage_router.policy.facts import EngineView, TimeLimits
 from ullage_router.policy.retry import LEAST_SPAN_S, release_s
 
@@ -142,6 +143,44 @@ def turn_s(
             turns.append(math.inf if engine.releases else None)
 
     return min((turn for turn in turns if turn is not None), default=None)
+
+
+def place_s(engine: EngineView, ahead: int) -> float:
+    """Return the seconds until an engine at its circuit breaker's limit may get the request.
+
+    Each first token of a running request doubles the limit. If a request has failed and none has
+    begun since, the engine is expected to fail until the breaker's pause ends.
+
+    Args:
+        engine: an engine with a `breaker`.
+        ahead: number of requests that are queued for the engine ahead of this one.
+
+    Returns:
+        Infinity if a running request's first token is late, so that nothing can be predicted.
+    """
+    breaker = engine.breaker
+    assert breaker
+    if breaker.not_begun and breaker.due_s <= 0:
+        return math.inf
+
+    first_s = engine.backlog_s + engine.step_s(max(1, engine.load))
+    seconds = breaker.pause_s if breaker.limit == 1 else 0.0
+    limit = breaker.limit
+    running = breaker.running
+    not_begun = breaker.not_begun
+    while limit <= FULL_LIMIT and limit - running <= ahead:
+        if not_begun:
+            seconds += first_s
+            limit *= 2**not_begun
+            not_begun = 0
+        elif running < limit:  # requests ahead of this one take the free places
+            not_begun = limit - running
+            ahead -= not_begun
+            running = limit
+        else:
+            seconds = max(seconds, _nth_release_s(engine, running - limit + 1))
+            running = limit - 1
+    return seconds
 
 
 def _probes(

@@ -61,6 +61,8 @@ class Wait(msgspec.Struct, frozen=True):
     """
     available: int = 0
     """Bytes available on the pool's usable engine with the most free memory."""
+    review_s: float = math.inf
+    """Seconds after which to decide again, because the forecast will then have proven wrong."""
 
 
 class Refuse(msgspec.Struct, frozen=True):

@@ -370,6 +370,9 @@ class RouterService:
             lambda pool: num_kinds(engines.numerics(pool).values()),
         )
         watch(names.EJECTED_ENGINES, lambda: len(engines.held_back()))
+        self.metrics.watch_each(
+            names.BREAKER_LIMIT, [pool.name for pool in self.config.pools], engines.breaker_limit
+        )
         watch(
             names.HEADROOM_AGE,
             lambda: largest(each.age_s for each in engines.all() if each.headroom),
@@ -401,7 +404,13 @@ class RouterService:
 
 def _breaker_json(breaker: CircuitBreaker) -> dict[str, object]:
     state = breaker.state(time.monotonic())
-    return {"state": state, "failures": breaker.failures, "openings": breaker.openings}
+    return {
+        "state": state,
+        "failures": breaker.failures,
+        "openings": breaker.openings,
+        "limit": breaker.limit,
+        "trials": breaker.num_trials,
+    }
 
 
 def _engine_json(engine: Engine) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """Which engine gets a request, and which gets none for a while, over real sockets."""
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -9,6 +10,7 @@ from ullage_testing.fake_engine import Script
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
+from ullage_router.policy.circuit_breaker import LEAST_PROOF_S
 
 if TYPE_CHECKING:
     Service = Any
@@ -264,15 +266,109 @@ def test_a_pool_of_one_that_fails_gets_few_requests_until_it_is_well(
             await asyncio.sleep(1.0)
             assert len(engine.requests) == failed + 1  # a single one tries the engine
             refused = [answer.result() for answer in answers if answer.done()]
-            assert {answer.status_code for answer in refused} == {503}
+            assert {answer.status_code for answer in refused} == {429}
+            assert {answer.json()["error"]["code"] for answer in refused} == {"BREAKER_LIMIT"}
             assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
             assert len(refused) == 19
+            shown = (await engine_stats(service, "single-0"))["breaker"]
+            assert (shown["limit"], shown["trials"]) == (1, 1)
+            assert await breaker_limits(service) == [1.0]
 
             engine.script.hold.set()
             engine.script = Script()
             assert {(await service.complete()).status_code for _ in range(8)} == {200}
+            shown = (await engine_stats(service, "single-0"))["breaker"]
+            assert (shown["limit"], shown["trials"]) == (None, 0)
+            assert await breaker_limits(service) == [0.0]
             more = await asyncio.gather(*(service.complete() for _ in range(20)))
             assert {answer.status_code for answer in more} == {200}
+
+    asyncio.run(scenario())
+
+
+async def breaker_limits(service: "Service") -> list[float]:
+    return list((await service.metrics("ullage_router_breaker_limit")).values())
+
+
+async def fail_twice(service: "Service") -> None:
+    """Open the breaker of the pool's only engine, which works again afterwards."""
+    service.engine.script.refuse = LOST
+    for _ in range(2):
+        assert (await service.complete()).status_code == 503
+    service.engine.script = Script()
+
+
+@pytest.mark.parametrize("fault", ["a long pause", "a late first token"])
+def test_who_cannot_be_served_in_time_is_refused_at_once(
+    start_service: "StartService", fault: str
+) -> None:
+    async def scenario() -> None:
+        breaker = {"failures": 2, "pause": 20.0 if fault == "a long pause" else 0.1}
+        routing = placement(breaker=breaker) | {"queue": {"timeout": 15.0}}
+        async with start_service(routing=routing) as service:
+            await fail_twice(service)
+            service.engine.script = Script(hold=asyncio.Event())
+            trial = asyncio.ensure_future(service.complete())
+            await service.until(lambda: service.engine.active == 1)
+            if fault == "a late first token":
+                await asyncio.sleep(LEAST_PROOF_S + 0.1)
+
+            began = time.monotonic()
+            refused = await service.complete()
+            took_s = time.monotonic() - began
+            assert (refused.status_code, trial.done()) == (429, False)
+            assert took_s < 5.0  # and not the 15 s for which the queue would have kept it
+            delays = range(15, 25) if fault == "a long pause" else range(5, 11)
+            assert int(refused.headers["retry-after"]) in delays
+
+            service.engine.script.hold.set()
+            service.engine.script = Script()
+            assert (await trial).status_code == 200
+            answers = await asyncio.gather(*(service.complete() for _ in range(10)))
+            assert {answer.status_code for answer in answers} == {200}
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_for_a_trial_is_refused_when_its_first_token_is_late(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        routing = placement(breaker={"failures": 2, "pause": 0.1}) | {"queue": {"timeout": 60.0}}
+        async with start_service(routing=routing) as service:
+            await fail_twice(service)
+            await asyncio.sleep(0.2)
+            service.engine.script = Script(hold=asyncio.Event())
+            trial = asyncio.ensure_future(service.complete())
+            await service.until(lambda: service.engine.active == 1)
+            began = time.monotonic()
+            refused = await service.complete()
+            took_s = time.monotonic() - began
+            assert (refused.status_code, trial.done()) == (429, False)
+            assert "queue=BREAKER_LIMIT, reject=BREAKER_LIMIT" in refused.headers["x-ullage-trail"]
+            assert 1.0 < took_s < 15.0
+            trial.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_answers_from_before_the_failures_keep_no_place(start_service: "StartService") -> None:
+    """A pool of one serves the next request, though earlier answers still run."""
+
+    async def scenario() -> None:
+        routing = placement(breaker={"failures": 2, "pause": 0.1}) | {"queue": {"timeout": 60.0}}
+        async with start_service(routing=routing) as service:
+            engine = service.engine
+            engine.script = Script(pause=asyncio.Event())
+            long = [asyncio.ensure_future(service.complete()) for _ in range(3)]
+            await service.until(lambda: engine.active == 3)
+            await service.until(lambda: service.router.service.engines.all()[0].load == 3)
+            await fail_twice(service)
+            answers = [await service.complete() for _ in range(3)]
+            assert {answer.status_code for answer in answers} == {200}
+            assert not any(each.done() for each in long)
+            for each in long:
+                each.cancel()
 
     asyncio.run(scenario())
 

@@ -4,7 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_common.config.router import BreakerSection
-from ullage_router.policy.circuit_breaker import WINDOW, CircuitBreaker, held_back
+from ullage_router.policy.circuit_breaker import (
+    LEAST_PROOF_S,
+    PROOF_STRETCH,
+    WINDOW,
+    CircuitBreaker,
+    held_back,
+)
+from ullage_router.policy.facts import BreakerLimit
 
 POLICY = BreakerSection(failures=3, pause=1.0, max_pause=4.0)
 
@@ -195,3 +202,30 @@ def test_the_limit_stays_low_while_half_of_the_trials_fail() -> None:
         breaker.on_success(good)
         breaker.on_end(good)
     assert set(limits) == {2}
+
+
+def test_only_requests_since_the_opening_count_against_the_limit() -> None:
+    breaker = CircuitBreaker(POLICY)
+    for _ in range(5):
+        sent(breaker, 0.0)
+    for _ in range(3):
+        breaker.on_failure(object(), 0.0)
+    assert (breaker.limit, breaker.num_trials, breaker.is_at_limit) == (1, 0, False)
+    assert breaker.limit_facts(0.0) is None
+    trial = sent(breaker, 0.5)
+    assert (breaker.num_trials, breaker.is_at_limit) == (1, True)
+    breaker.on_end(trial)
+    assert not breaker.is_at_limit
+
+
+def test_a_first_token_is_late_after_a_multiple_of_its_forecast() -> None:
+    breaker = opened()
+    trial = object()
+    breaker.on_sent(trial, 0.5, 4.0)
+    due_s = LEAST_PROOF_S + PROOF_STRETCH * 4.0
+    assert breaker.limit_facts(0.5) == BreakerLimit(1, 1, 1, due_s, 0.5)
+    assert breaker.limit_facts(2.5) == BreakerLimit(1, 1, 1, due_s - 2.0, 0.0)
+    breaker.on_first_token(trial)
+    assert breaker.limit_facts(2.5) is None
+    sent(breaker, 2.5)
+    assert breaker.limit_facts(2.5) == BreakerLimit(2, 2, 1, LEAST_PROOF_S, 0.0)

@@ -13,6 +13,7 @@ from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_router.policy.credit import CreditBook
 from ullage_router.policy.decide import decide
 from ullage_router.policy.facts import (
+    BreakerLimit,
     EngineState,
     EngineView,
     Release,
@@ -25,6 +26,7 @@ from ullage_router.policy.forecast import (
     UNMEASURED_LOAD,
     is_on_time,
     longest_wait_s,
+    place_s,
     step_limit_s,
     turn_s,
 )
@@ -223,3 +225,75 @@ def test_more_requests_ahead_never_bring_a_turn_sooner(known: int, most: int) ->
         )
         waits.append(isinstance(decide(facts, [full], POLICY), Wait))
     assert all(waits), "without a time limit everybody may wait"
+
+
+# Engines at the limits of their circuit breakers
+
+
+@pytest.mark.parametrize(
+    ("breaker", "ahead", "expected"),
+    [
+        (BreakerLimit(1, 1, 1, 3.0), 0, 0.1),  # the running request's first token
+        (BreakerLimit(1, 1, 1, 3.0), 1, 0.2),  # and that of the one ahead
+        (BreakerLimit(1, 1, 1, 3.0), 2, 0.2),  # which made two places
+        (BreakerLimit(1, 1, 1, 3.0), 255, 0.4),  # at most a few doublings
+        (BreakerLimit(4, 4, 4, 3.0), 20, 0.1),
+        (BreakerLimit(1, 1, 1, 3.0, pause_s=7.0), 0, 7.1),
+        (BreakerLimit(2, 2, 1, 3.0, pause_s=7.0), 0, 0.1),  # an answer has begun since
+        (BreakerLimit(1, 1, 0, 0.0), 0, 5.0),  # an answer ends
+        (BreakerLimit(1, 2, 0, 0.0), 0, 9.0),
+        (BreakerLimit(1, 1, 0, 0.0), 1, 5.1),
+        (BreakerLimit(1, 1, 1, 0.0), 0, math.inf),  # the first token is late
+        (BreakerLimit(4, 4, 2, -1.0), 0, math.inf),
+    ],
+)
+def test_the_wait_for_an_engine_at_its_breakers_limit(
+    breaker: BreakerLimit, ahead: int, expected: float
+) -> None:
+    releases = (Release(5.0, BLOCK), Release(9.0, BLOCK))
+    assert place_s(engine(1, breaker=breaker, releases=releases), ahead) == pytest.approx(expected)
+
+
+def at_limit(**more: Any) -> EngineView:
+    breaker = BreakerLimit(1, 1, 1, 3.0, **more)
+    return engine(1, standing=EngineState.RECOVERING, breaker=breaker)
+
+
+def test_a_request_waits_for_a_trial_that_may_end_in_time() -> None:
+    step = decide(ask(32, patience_s=10.0), [at_limit()], POLICY)
+    assert isinstance(step, Wait)
+    assert step.reason == "BREAKER_LIMIT"
+    assert step.review_s == 0.5
+    step = decide(ask(32, patience_s=10.0), [at_limit(pause_s=4.0)], POLICY)
+    assert isinstance(step, Wait)
+    assert step.review_s == pytest.approx(4.1)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"patience_s": 2.0}, {"patience_s": 60.0, "limits": TimeLimits(ttft_s=5.0)}]
+)
+def test_a_request_that_a_trial_would_make_late_is_refused_at_once(limits: dict[str, Any]) -> None:
+    step = decide(ask(32, **limits), [at_limit(pause_s=7.0)], POLICY)
+    assert isinstance(step, Refuse)
+    assert (step.kind, step.reason) == ("busy", "BREAKER_LIMIT")
+    assert step.retry_after_s in (8, 9)
+
+
+def test_the_rest_of_an_answer_waits_for_a_trial_all_the_same() -> None:
+    step = decide(ask(32), [at_limit(pause_s=7.0)], POLICY)
+    assert isinstance(step, Wait)
+    assert (step.reason, step.review_s) == ("BREAKER_LIMIT", math.inf)
+
+
+def test_an_engine_that_loads_may_take_what_a_trial_does_not() -> None:
+    loading = engine(0, id="b", standing=EngineState.RECOVERING)
+    step = decide(ask(32, patience_s=2.0), [at_limit(pause_s=7.0), loading], POLICY)
+    assert isinstance(step, Wait)
+    assert step.reason == "NOT_READY"
+
+
+def test_another_pool_takes_what_waits_for_a_trial() -> None:
+    other = engine(0, id="b", pool="large")
+    step = decide(ask(32, patience_s=10.0), [at_limit(), other], POLICY)
+    assert isinstance(step, Run)
+    assert step.pool == "large"

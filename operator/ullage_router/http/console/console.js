@@ -18,6 +18,7 @@ const MEANINGS = {
   CONTEXT_TOO_LONG: "longer than the model's context",
   KV_NEVER_FITS: "no engine could ever hold it",
   NO_ENGINE: "no engine is ready",
+  BREAKER_LIMIT: "requests failed on the engine, so it gets few at once",
   NOT_READY: "no engine is ready yet",
   PRESSURE: "an engine under pressure lowered a limit",
   RATE_LIMIT_EXCEEDED: "the tenant's quota is used up",
