@@ -123,6 +123,10 @@ FINGERPRINTS = GaugeName(
     ("pool",),
 )
 REPORTS_MISSED = CounterName("ullage_router_reports_missed", "Headroom reports that never came")
+PREEMPTIONS = CounterName(
+    "ullage_router_preemptions",
+    "Times that engines preempted answers for memory, counted when the answers ended",
+)
 EJECTIONS = CounterName("ullage_router_ejections", "Times that a breaker opened")
 OUTPUT_TOKENS = CounterName(
     "ullage_router_output_tokens", "Tokens of answers that ended, also of those that broke off"

@@ -128,6 +128,8 @@ class Engine:
 
     unknown_fields: frozenset[str] = frozenset()
     """Paths of the request fields that this router knows and the engine does not."""
+    preemptions: int = 0
+    """Number of times that the engine preempted the answers that it has ended."""
 
     def __init__(
         self,

@@ -117,6 +117,7 @@ class Engines:
         # Counts of engines that are gone, so that counters never fall
         self._ejections = 0
         self._missed = 0
+        self._preemptions = 0
         self._lost = dict.fromkeys(Side, 0)
 
     # The engines
@@ -602,6 +603,11 @@ class Engines:
         """Number of reports that never arrived, including those from removed engines."""
         return self._missed + sum(e.order.missed for e in self.all())
 
+    @property
+    def preemptions(self) -> int:
+        """Number of times that answers that ended were preempted, also on removed engines."""
+        return self._preemptions + sum(e.preemptions for e in self.all())
+
     # Callbacks of engines (`EngineOwner`)
 
     @property
@@ -748,6 +754,7 @@ class Engines:
 
             self._ejections += engine.breaker.openings
             self._missed += engine.order.missed
+            self._preemptions += engine.preemptions
             self._lost[engine.side] += engine.order.workers_lost
 
             closing = asyncio.create_task(engine.close(), name=f"close {engine.address}")

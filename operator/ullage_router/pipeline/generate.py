@@ -423,12 +423,13 @@ class _OnEngine:
             self._note_ending(event.finished)
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
-        """Report to the circuit breaker whether the engine completed the answer or stalled.
+        """Count preemptions, and report whether the engine completed the answer or stalled.
 
-        Nothing is reported if the answer reached its total time limit.
+        Nothing is reported to the circuit breaker if the answer reached its total time limit.
         """
         engine = self._reservation.engine
         credit = self._reservation.credit
+        engine.preemptions += finished.preemptions
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
             engine.breaker.on_success(credit)
         elif self._deadline.remaining_s > TOTAL_MARGIN_S:

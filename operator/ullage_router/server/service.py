@@ -378,6 +378,7 @@ class RouterService:
             lambda: largest(each.age_s for each in engines.all() if each.headroom),
         )
         watch(names.CREDIT_BYTES, lambda: sum(each.credit_bytes for each in engines.all()))
+        count(names.PREEMPTIONS, lambda: engines.preemptions)
         count(names.EJECTIONS, lambda: engines.ejections)
         count(names.REPORTS_MISSED, lambda: engines.missed)
         count(names.RETRIES, lambda: balancer.budget.spent)
@@ -425,6 +426,7 @@ def _engine_json(engine: Engine) -> dict[str, object]:
         "inflight": engine.inflight,
         "credit_bytes": engine.credit_bytes,
         "breaker": _breaker_json(engine.breaker),
+        "preemptions": engine.preemptions,
         "reports": {
             "received": engine.reports,
             "missed": engine.order.missed,

@@ -392,6 +392,34 @@ def test_stats_describe_engines(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_preemptions_are_counted_though_their_engine_is_gone(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "RESOLVE_INTERVAL_S", 0.02)
+    name = "ullage_router_preemptions_total"
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            service.engine.script.preemptions = 2
+            pools = {"single": ["no..label:9000"]}
+            async with start_service(single=(), wait=False, pools=pools) as late:
+                known = late.router.service.engines
+                target = service.engine.address
+                known.set_canary((PoolSection(name="single", targets=(target,)),))
+                await late.until(lambda: [e.state for e in known.all()] == ["ready"])
+                for _ in range(3):
+                    assert (await late.complete()).status_code == 200
+                (shown,) = (await late.stats())["engines"]
+                assert shown["preemptions"] == 6
+                assert await late.metrics(name) == {name: 6.0}
+
+                known.set_canary(())
+                await late.until(lambda: known.num_engines == 0)
+                assert await late.metrics(name) == {name: 6.0}
+
+    asyncio.run(scenario())
+
+
 def test_a_router_keeps_to_the_steps_that_requests_of_others_bear(
     start_service: "StartService",
 ) -> None:

@@ -70,6 +70,8 @@ class Script:
     """Of every token."""
     max_tokens: int = 0
     """Output limit that Accepted names, or 0 for none."""
+    preemptions: int = 0
+    """Preemptions of each answer that its end states."""
     scored_at_once: int = 4
     """Prompt tokens whose log-probabilities one message has."""
     fail_after_scored: int | None = None
@@ -368,9 +370,12 @@ class FakeEngine(
                 continue
             end = inference_pb2.SampleFinished(sample=sample, reason=script.reason)  # type: ignore[arg-type]
             yield inference_pb2.GenerateResponse(sample_finished=end)
-        yield inference_pb2.GenerateResponse(
-            finished=inference_pb2.Finished(reason=script.reason, usage=usage)  # type: ignore[arg-type]
+        finished = inference_pb2.Finished(
+            reason=script.reason,  # type: ignore[arg-type]
+            usage=usage,
+            preemptions=script.preemptions,
         )
+        yield inference_pb2.GenerateResponse(finished=finished)
 
 
 def prompt_logprobs(
