@@ -17,6 +17,8 @@ from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target, TargetError
 
 Checked = Callable[..., list[Criterion]]
+OTHER_STATUS = "prompts of 100, 536 and 100 tokens: no status but 200 and 429"
+PREEMPTIONS = "preemptions that lose work"
 
 
 def scenario(name: str, **settings: Any) -> Callable[..., Any]:
@@ -194,10 +196,53 @@ def test_soak(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
         ({"tires_of_long_prompts": True}, "speed with short prompts afterwards"),
         ({"max_running": 0, "retry_after": ""}, "short prompts are served"),
         ({"fails_long_prompts_with": 429}, "answers to prompts of 536 tokens"),
+        ({"fails_long_prompts_with": 503}, OTHER_STATUS),
+        ({"fails_long_prompts_with": 500}, OTHER_STATUS),
+        ({"fails_long_prompts_with": 400}, OTHER_STATUS),
+        ({"max_running": 2, "refusal": 503}, OTHER_STATUS),
+        ({"preempts_long_prompts": True}, PREEMPTIONS),
+        (
+            {
+                "preempts_long_prompts": True,
+                "preemption_metric": "ullage_router_preemptions_total",
+            },
+            PREEMPTIONS,
+        ),
     ],
 )
 def test_shift(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
     assert name in failed(checked(probed(scenario("shift", minutes=0.05), **behaviour)))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "verdict", "seen"),
+    [
+        ({}, "passed", "0"),
+        (
+            {
+                "preempts_long_prompts": True,
+                "swaps": True,
+                "preemption_metric": "ullage_preemptions_total",
+            },
+            "passed",
+            "0",
+        ),
+        ({"preemption_metric": ""}, "skipped", "the server shows no counter of preemptions"),
+        ({"forgets_preemptions": True}, "skipped", "the counter of preemptions fell"),
+    ],
+)
+def test_preemptions_in_a_shift(
+    checked: Checked, behaviour: dict[str, Any], verdict: str, seen: str
+) -> None:
+    criteria = checked(probed(scenario("shift", minutes=0.05), **behaviour))
+    (about,) = [each for each in criteria if each.name == PREEMPTIONS]
+    assert about.verdict == verdict
+    assert about.seen.startswith(seen)
+
+
+def test_a_refusal_in_a_shift_is_no_failure(checked: Checked) -> None:
+    criteria = checked(probed(scenario("shift", minutes=0.05), max_running=2))
+    assert {OTHER_STATUS, PREEMPTIONS}.isdisjoint(failed(criteria))
 
 
 def faulty(fault: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -56,6 +56,14 @@ class Behaviour:
     states_context: bool = True
     tires_of_long_prompts: bool = False
     """Whether every token takes forty times as long after a prompt of half the context."""
+    preemption_metric: str = "vllm:num_preemptions_total"
+    """Name of the counter of preemptions in /metrics, or empty for none."""
+    preempts_long_prompts: bool = False
+    """Whether every prompt above a third of the context preempts another."""
+    forgets_preemptions: bool = False
+    """Whether the counter of preemptions falls with every request."""
+    swaps: bool = False
+    """Whether every preemption is counted as one by swapping, too."""
     grows_bytes: int = 0
     """Growth of the reported resident memory with every request."""
     has_other_plain_text: bool = False
@@ -85,6 +93,7 @@ class FakeServer:
     requests: int = 0
     refusals: int = 0
     lost: int = 0
+    preemptions: int = 0
     is_dead: bool = False
     is_tired: bool = False
     is_hurt: bool = False
@@ -148,7 +157,13 @@ class FakeServer:
 
     async def metrics(self, _: web.Request) -> web.Response:
         size = (100 << 20) + self.behaviour.grows_bytes * self.requests
-        return web.Response(text=f"# TYPE x gauge\nprocess_resident_memory_bytes {size}\n")
+        lines = [f"process_resident_memory_bytes {size}"]
+        if name := self.behaviour.preemption_metric:
+            lost = self.requests if self.behaviour.forgets_preemptions else 0
+            lines.append(f'{name}{{engine="0"}} {1000 + self.preemptions - lost}')
+        if self.behaviour.swaps:
+            lines.append(f"ullage_swaps_total {self.preemptions}")
+        return web.Response(text="\n".join(["# TYPE x gauge", *lines, ""]))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -177,6 +192,8 @@ class FakeServer:
         self.arrived.set()
         if behaviour.tires_of_long_prompts and size > CONTEXT // 2:
             self.is_tired = True
+        if behaviour.preempts_long_prompts and size > CONTEXT // 3:
+            self.preemptions += 1
         if size > CONTEXT and not behaviour.accepts_everything:
             return web.Response(status=400, text="too long")
         if behaviour.fails_long_prompts_with and size > CONTEXT // 3:
