@@ -6,8 +6,8 @@ that send the next prompt when the last one is answered. A refused client return
 to. The goodput is the number of answers per second over the whole run. All settings are measured
 in turn, `--rounds` times, and the table shows medians.
 
-A setting fails if an answer is lost. The table also counts preemptions, after which a sequence's KV
-is computed again or copied back.
+A setting fails if an answer is lost or a response has a status of 5xx. The table also counts
+preemptions, after which a sequence's KV is computed again or copied back.
 
 examples:
   python -m benchmarks settings
@@ -77,12 +77,20 @@ class Run:
 
     @property
     def failures(self) -> Counter[str]:
-        """Return the outcomes of requests that were neither answered nor refused."""
+        """Return the outcomes of requests that were neither answered nor refused with 429."""
         return Counter(
             f"{answer.outcome}: {answer.error[:MAX_ERROR_CHARS]}"
             for answer in self.answers
-            if not (answer.is_whole or answer.is_refused)
+            if not (answer.is_whole or is_refusal(answer))
         )
+
+
+def is_refusal(answer: ChatAnswer) -> bool:
+    """Return whether the server refused the request for lack of room, which is no failure.
+
+    Clients retry after 503, too, but that status counts as a failure of the server.
+    """
+    return answer.status == 429
 
 
 async def phase(
@@ -157,7 +165,7 @@ def summary(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
                 for place in range(3)
             ],
             "answers": sum(answer.is_whole for run in each for answer in run.answers),
-            "refused": sum(answer.is_refused for run in each for answer in run.answers),
+            "refused": sum(is_refusal(answer) for run in each for answer in run.answers),
             "failed": sum(run.failures.total() for run in each),
             "preemptions": sum(run.num_preemptions for run in each),
         }

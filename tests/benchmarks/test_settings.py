@@ -24,8 +24,10 @@ def test_the_default_is_compared_with_the_best() -> None:
 
 
 def test_failures_and_preemptions_are_counted_apart_from_refusals() -> None:
-    rows = summary({"default": [run(10.0, 200, 503, 500, num_preemptions=3)]})["settings"]
-    assert rows["default"]["failed"] == 1
+    answers = run(10.0, 200, 429, 503, 500, num_preemptions=3)
+    assert sorted(answers.failures) == ["500: ", "503: "]
+    rows = summary({"default": [answers]})["settings"]
+    assert rows["default"]["failed"] == 2
     assert rows["default"]["refused"] == 1
     assert rows["default"]["preemptions"] == 3
-    assert "| default | 0.100 | 1, 8, 1 | 1 | 1 | 3 |" in table({"settings": rows})
+    assert "| default | 0.100 | 1, 8, 1 | 1 | 2 | 3 |" in table({"settings": rows})
