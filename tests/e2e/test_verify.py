@@ -94,6 +94,24 @@ def test_faults_end_processes_of_the_service(service: "Service", tmp_path: Path)
 
 @pytest.mark.nightly
 @pytest.mark.timeout(TIMEOUT_S)
+def test_a_soak_of_two_minutes(service: "Service", tmp_path: Path) -> None:
+    """Four conversations: all answers are whole and in time, and no process grows."""
+    pid = str(service.process.pid)
+    report = verify(service, tmp_path, "soak", "--minutes", "2", "--pid", pid)
+    verdicts = {each["name"].partition(" (")[0]: each["verdict"] for each in report["criteria"]}
+    assert verdicts == dict.fromkeys(
+        (
+            "every answer of 2 minutes ends well",
+            "p95 of all answers",
+            "growth of the server's memory",
+            "allocated share of the device's memory",
+        ),
+        "passed",
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(TIMEOUT_S)
 def test_everything(service: "Service", tmp_path: Path) -> None:
     """Among it four prompts of 12,000 tokens at once, with 1,000 tokens in each answer."""
     report = verify(service, tmp_path, "all", "--minutes", "0.5")
