@@ -1,11 +1,12 @@
 """The server under test: its model, its context size, and the number of tokens per word."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from ullage_verify.client import Document, Messages, OpenAIClient
 
@@ -87,15 +88,22 @@ class Target:
 
         The metrics are read from /metrics. The value is summed over all label sets.
         """
-        page = await self.client.page("/metrics") or ""
         totals: dict[str, float] = {}
-        try:
-            for family in text_string_to_metric_families(page):
-                for sample in family.samples:
-                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-        except ValueError:
-            return None  # not Prometheus' text format
+        for sample in await self._samples():
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
         return next((totals[name] for name in names if name in totals), None)
+
+    async def metric_labels(self, name: str) -> Sequence[Mapping[str, str]]:
+        """Return the labels of each sample of a metric (empty if the server lacks the metric)."""
+        return [sample.labels for sample in await self._samples() if sample.name == name]
+
+    async def _samples(self) -> Sequence[Sample]:
+        """Return all samples of /metrics (empty for a page in another format)."""
+        page = await self.client.page("/metrics") or ""
+        try:
+            return [s for family in text_string_to_metric_families(page) for s in family.samples]
+        except ValueError:
+            return ()
 
 
 async def describe(client: OpenAIClient, model: str = "", context: int = 0) -> Target:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ullage_verify import bystanders
+from ullage_verify import bystanders, kv_cache
 from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.kinds import KINDS
 from ullage_verify.run import SCENARIOS
-from ullage_verify.scenarios import inject, marathon, shift, soak, streams
+from ullage_verify.scenarios import inject, marathon, oom, shift, soak, streams
 from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target, TargetError
 
@@ -123,6 +123,63 @@ def test_oom(
 ) -> None:
     monkeypatch.setattr("ullage_verify.scenarios.oom.BACK_WITHIN_S", 1.0)
     assert name in failed(checked(probed(scenario("oom"), **behaviour)))
+
+
+FULL_KV = "more than the KV cache holds"
+
+
+@pytest.fixture
+def full_kv_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave all other cases out of `oom`."""
+    monkeypatch.setattr(oom, "CASES", [case for case in oom.CASES if case.fills_kv])
+    monkeypatch.setattr(kv_cache, "POLL_S", 0.005)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "verdict", "seen"),
+    [
+        ({"kv_tokens": 2_000, "max_running": 99}, "passed", "100% of it was in use"),
+        ({"kv_tokens": 2_000}, "passed", "of 25 requests were refused"),
+        ({"kv_tokens": 1 << 20, "max_running": 99}, "skipped", "at most 5% of it was in use"),
+        ({"max_running": 99}, "skipped", "the server does not report the use of its KV cache"),
+    ],
+)
+@pytest.mark.usefixtures("full_kv_alone")
+def test_a_case_that_did_not_fill_the_kv_cache_proves_nothing(
+    checked: Checked, behaviour: dict[str, Any], verdict: str, seen: str
+) -> None:
+    criteria = checked(scenario("oom"), **behaviour)
+    [about] = [each for each in criteria if each.name == f"{FULL_KV}: the cache was full"]
+    assert about.verdict == verdict
+    assert seen in about.seen
+    assert failed(criteria) == []
+
+
+@pytest.mark.usefixtures("full_kv_alone")
+def test_a_server_that_dies_of_a_full_kv_cache(checked: Checked) -> None:
+    criteria = checked(scenario("oom"), kv_tokens=2_500, dies_of_full_kv=True, max_running=99)
+    assert f"{FULL_KV}: streams of others end well" in failed(criteria)
+
+
+VLLM_KV = (
+    'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1',
+    "vllm:kv_cache_usage_perc 0.25",
+)
+SGLANG_KV = ("sglang:max_total_num_tokens 2048", "sglang:token_usage 0.5")
+
+
+@pytest.mark.parametrize(
+    ("lines", "tokens", "share"),
+    [(VLLM_KV, 1_600, 0.25), (SGLANG_KV, 2_048, 0.5), ((), None, None)],
+)
+def test_the_kv_cache_of_other_servers(
+    checked: Checked, lines: tuple[str, ...], tokens: int | None, share: float | None
+) -> None:
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        assert await kv_cache.capacity_tokens(target) == tokens
+        assert await kv_cache.used_share(target) == share
+
+    checked(check, more_metrics=lines, serves_stats=False)
 
 
 def test_oom_sends_long_prompts_to_each_adapter(checked: Checked) -> None:

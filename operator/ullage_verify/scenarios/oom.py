@@ -12,6 +12,7 @@ from typing import Any
 from ullage_verify.bystanders import bystanders, undisturbed
 from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks
+from ullage_verify.kv_cache import PeakUse, capacity_tokens, watched_use
 from ullage_verify.scenarios.settings import ScenarioSettings
 from ullage_verify.target import Target
 
@@ -26,6 +27,14 @@ BACK_WITHIN_S = 30.0
 REFUSED_WITHIN_S = 10.0
 """Seconds within which a request that can never fit must be refused."""
 NUM_LONG_ANSWERS = 24
+KV_EXCESS = 1.5
+"""Tokens of the requests that fill the KV cache, as a multiple of what the cache holds."""
+KV_CONTEXTS = 4
+"""Assumed size of a KV cache that the server does not report, in contexts."""
+MAX_FILLING = 96
+"""Maximum number of requests that fill the KV cache."""
+FULL_SHARE = 0.7
+"""Minimum share of the KV cache in use for a full cache. The next request may need the rest."""
 NUM_UNIQUE = 120
 NUM_AT_ONCE = 8
 NUM_CHOICES = 64
@@ -42,10 +51,12 @@ class Case:
 
     name: str
     report: str
-    """Public bug report of such a crash, as project#number (empty without one)."""
+    """Public bug reports of such a crash, as project#number (empty without one)."""
     provoke: Callable[[Target], Awaitable[Sequence[ChatAnswer]]]
     must_refuse: bool = False
     """Whether the server must refuse the request, because it can never be served."""
+    fills_kv: bool = False
+    """Whether the requests together exceed the KV cache."""
 
 
 async def full_context(target: Target) -> Sequence[ChatAnswer]:
@@ -91,6 +102,24 @@ async def long_answers(target: Target) -> Sequence[ChatAnswer]:
     return await asyncio.gather(*requests)
 
 
+async def full_kv_cache(target: Target) -> Sequence[ChatAnswer]:
+    capacity = await capacity_tokens(target) or KV_CONTEXTS * target.context
+    tokens = min(int(KV_EXCESS * capacity / NUM_LONG_ANSWERS), target.usable)
+    answer_tokens = min(tokens // 4, LARGE_ANSWER_TOKENS)
+    # If the context limits the size of a request, more requests fill the cache.
+    count = min(int(KV_EXCESS * capacity / tokens) + 1, MAX_FILLING)
+    requests = (
+        target.client.chat(
+            target.model,
+            target.prompt(300 + number, tokens - answer_tokens),
+            answer_tokens,
+            ignore_eos=True,
+        )
+        for number in range(count)
+    )
+    return await asyncio.gather(*requests)
+
+
 async def choices(target: Target) -> Sequence[ChatAnswer]:
     prompt = target.prompt(5, target.usable // 2)
     fields: dict[str, Any] = {"n": NUM_CHOICES, "temperature": 1.0}
@@ -119,10 +148,16 @@ async def deep_schema(target: Target) -> Sequence[ChatAnswer]:
 CASES = (
     Case("a prompt that fills the context", "vllm#52871", full_context),
     Case("a prompt that never fits", "ollama#16830", too_long, must_refuse=True),
-    Case("log-probabilities of a long prompt", "vllm#14239", prompt_logprobs),
+    Case("log-probabilities of a long prompt", "vllm#14239, gonka#1171", prompt_logprobs),
     Case("a long prompt to each adapter", "vllm#15039", adapters),
-    Case("images of 8192 x 8192", "vllm#48469", images),
-    Case("many long answers at once", "vllm#25538", long_answers),
+    Case("images of 8192 x 8192", "vllm#48469, vllm#35191", images),
+    Case("many long answers at once", "vllm#25538, vllm-ascend#16315", long_answers),
+    Case(
+        "more than the KV cache holds",
+        "sglang#14972, sglang#23181, vllm#52871",
+        full_kv_cache,
+        fills_kv=True,
+    ),
     Case("64 answers to a long prompt", "", choices),
     Case("a stream of unique prompts", "llama.cpp#23181", unique_prompts),
     Case("a schema of 400 levels", "", deep_schema),
@@ -140,9 +175,16 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
             checks.skip(case.name, "the server lists no adapters")
             continue
         settings.progress(case.name)
+        use: PeakUse | None = None
         async with bystanders(target, reference) as crowd:
-            answers = await case.provoke(target)
+            if case.fills_kv:
+                async with watched_use(target) as use:
+                    answers = await case.provoke(target)
+            else:
+                answers = await case.provoke(target)
         _check_statuses(checks, case, answers)
+        if use:
+            _check_full(checks, case, answers, use)
         crowd.check(checks, case.name, MAX_GAP_S)
 
         hello = await target.client.chat(target.model, target.prompt(7, 16), 4)
@@ -180,6 +222,20 @@ def _check_statuses(checks: Checks, case: Case, answers: Sequence[ChatAnswer]) -
     (answer,) = answers
     checks.holds(name, 400 <= answer.status < 500, "4xx", _counted(answers))
     checks.at_most(f"{case.name}: time to the refusal", answer.seconds, REFUSED_WITHIN_S)
+
+
+def _check_full(checks: Checks, case: Case, answers: Sequence[ChatAnswer], use: PeakUse) -> None:
+    """Check that the KV cache was full, because the case proves nothing otherwise."""
+    name = f"{case.name}: the cache was full"
+    num_refused = sum(answer.is_refused for answer in answers)
+    if num_refused:
+        checks.holds(name, True, "", f"{num_refused} of {len(answers)} requests were refused")
+    elif use.share is None:
+        checks.skip(name, "the server does not report the use of its KV cache (/stats, /metrics)")
+    elif use.share < FULL_SHARE:
+        checks.skip(name, f"at most {use.share:.0%} of it was in use; limit the cache to play this")
+    else:
+        checks.holds(name, True, "", f"{use.share:.0%} of it was in use")
 
 
 async def _memory_returns(target: Target, checks: Checks, before: float | None) -> None:

@@ -16,6 +16,7 @@ TOKEN_S = 0.001
 
 LARGE_TOKENS = 300
 """The threshold of the large pool that the server reports."""
+KV_TOKEN_BYTES = 10
 
 
 @dataclass
@@ -47,6 +48,12 @@ class Behaviour:
     """Objective for the whole answer that /stats reports, in seconds."""
     leaked_bytes: int = 0
     """Free memory, of 1,000 bytes, that each request costs for good."""
+    kv_tokens: int = 0
+    """Size of the KV cache that /stats reports, or 0 for none."""
+    dies_of_full_kv: bool = False
+    """Whether requests that together exceed the KV cache end the streams of all clients."""
+    more_metrics: tuple[str, ...] = ()
+    """Further lines of /metrics."""
     large_route: str = "tp2pp2"
     has_large_pool: bool = True
     large_tokens: int = LARGE_TOKENS
@@ -90,6 +97,8 @@ class FakeServer:
     behaviour: Behaviour = field(default_factory=Behaviour)
     url: str = ""
     running: int = 0
+    running_tokens: int = 0
+    """Tokens of the running requests' prompts and answers."""
     requests: int = 0
     refusals: int = 0
     lost: int = 0
@@ -133,6 +142,9 @@ class FakeServer:
             "ledger": [{"allocated_bytes": 1000}, {"allocated_bytes": lost}],
             "requests_running": self.running + self.lost,
         }
+        if total := self.behaviour.kv_tokens:
+            engine["kv_pool_bytes"] = total * KV_TOKEN_BYTES
+            engine["headroom_bytes"] = max(0, total - self.running_tokens) * KV_TOKEN_BYTES
         engines = [engine]
         if self.behaviour.has_large_pool:
             engines.append(engine | {"pool": "large", "route": "tp2pp2", "requests_running": 0})
@@ -163,6 +175,7 @@ class FakeServer:
             lines.append(f'{name}{{engine="0"}} {1000 + self.preemptions - lost}')
         if self.behaviour.swaps:
             lines.append(f"ullage_swaps_total {self.preemptions}")
+        lines += self.behaviour.more_metrics
         return web.Response(text="\n".join(["# TYPE x gauge", *lines, ""]))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -207,6 +220,10 @@ class FakeServer:
             return web.Response(status=behaviour.refusal, headers=headers)
 
         self.running += 1
+        tokens = size + body["max_tokens"]
+        self.running_tokens += tokens
+        if behaviour.dies_of_full_kv and self.running_tokens > behaviour.kv_tokens:
+            self.is_hurt = True
         try:
             return await self._tell(request, body, prompt, size)
         except (ConnectionError, asyncio.CancelledError):
@@ -217,6 +234,7 @@ class FakeServer:
             raise
         finally:
             self.running -= 1
+            self.running_tokens -= tokens
 
     def _trace_id(self, request: web.Request) -> str:
         traces = self.behaviour.traces
@@ -253,7 +271,7 @@ class FakeServer:
             "route": behaviour.large_route if is_large else "single",
             "action": "accept",
             "status": 200,
-            "predicted_bytes": 10,
+            "predicted_bytes": KV_TOKEN_BYTES * (size + count),
             "timeline": [{"event": "decided"}],
         }
         headers = {"x-ullage-degraded": "top_p=0.9"} if behaviour.degrades else {}
