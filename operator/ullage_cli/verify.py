@@ -23,6 +23,7 @@ from ullage_verify import report as reports
 from ullage_verify.client import SILENCE_S, OpenAIClient
 from ullage_verify.criteria import Criterion
 from ullage_verify.faults import (
+    PROCESS_FAULT_NAMES,
     Fault,
     admin_faults,
     clock_faults,
@@ -33,6 +34,7 @@ from ullage_verify.faults import (
 )
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.run import SCENARIOS, VerifyReport, verify
+from ullage_verify.scenarios.inject import SHARED_FILES
 from ullage_verify.scenarios.settings import (
     DEFAULT_E2E_S,
     DEFAULT_GAP_S,
@@ -45,6 +47,10 @@ from ullage_verify.target import TargetError, describe
 INTERRUPTED = 130
 QUIET_INTERVAL_S = 60.0
 """Seconds between two steps that are printed while standard error is no terminal."""
+
+OF_PROCESSES = (*PROCESS_FAULT_NAMES, SHARED_FILES)
+"""Faults and criteria of `inject` that only a server on this machine can have."""
+NEEDS_PID = "needs --pid, the first process of a server on this machine"
 
 HELP = """scenarios:
   streams    many streams, a slow client, clients that vanish
@@ -237,6 +243,7 @@ async def _verify(
                 gap_s=options.gap,
                 num_faults=options.faults,
                 faults=faults,
+                missing_faults={} if options.pid else dict.fromkeys(OF_PROCESSES, NEEDS_PID),
                 processes=ServerProcesses(options.pid) if options.pid else None,
                 progress=screen.progress,
             )

@@ -15,6 +15,7 @@ import grpc
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage_verify.memory_limit import memory_limit
+from ullage_verify.neighbour import NeighbourError, neighbour
 from ullage_verify.partition import dropped_packets, internal_ports, shares_network
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.target import TargetError
@@ -31,6 +32,8 @@ OUT_OF_TIME = "global timeout"
 """Words with which kubectl ends a drain that took too long."""
 EVICTED = " evicted"
 """Words with which kubectl reports each pod that has left a drained node."""
+NEIGHBOUR_ROUNDS = 3
+"""How often a neighbour takes memory and frees it, in a fault."""
 PARTITION_S = 3.0
 """Number of seconds for which the packets between a server's processes are dropped."""
 FULL_DISK_S = 3.0
@@ -78,18 +81,18 @@ def process_faults(pid: int) -> Iterator[Mapping[str, Fault]]:
     if not processes.family():
         raise TargetError(f"--pid {pid}: no such process; give the server's first process")
     try:
-        yield {
-            "SIGKILL of the busiest process": partial(_signal, processes, signal.SIGKILL),
-            "SIGSTOP of the busiest process": partial(_signal, processes, signal.SIGSTOP),
-            "full memory, and the kernel kills": partial(_exhaust_memory, processes),
-            "partition between the processes": partial(_partition, processes),
-        }
+        yield {name: partial(fault, processes) for name, fault in _PROCESS_FAULTS.items()}
     finally:
         processes.resume()
 
 
-async def _signal(processes: ServerProcesses, number: signal.Signals) -> float:
-    await asyncio.to_thread(processes.send, number)
+async def _kill(processes: ServerProcesses) -> float:
+    await asyncio.to_thread(processes.send, signal.SIGKILL)
+    return time.monotonic()
+
+
+async def _stop(processes: ServerProcesses) -> float:
+    await asyncio.to_thread(processes.send, signal.SIGSTOP)
     return time.monotonic()
 
 
@@ -133,6 +136,61 @@ async def _partition(processes: ServerProcesses) -> float:
         hit_at = time.monotonic()
         await asyncio.sleep(PARTITION_S)
     return hit_at
+
+
+async def _neighbour(processes: ServerProcesses) -> float:
+    """Let another process take memory beside the server and free it, NEIGHBOUR_ROUNDS times.
+
+    Raises:
+        TargetError: too little memory is available.
+    """
+    with _neighbour_errors():
+        async with neighbour(processes.pid, NEIGHBOUR_ROUNDS) as other:
+            hit_at = await other.taken()
+            await other.ended()
+    return hit_at
+
+
+async def _kill_beside_neighbour(processes: ServerProcesses) -> float:
+    """Kill the server's busiest process while another process takes memory and frees it.
+
+    So memory becomes free while the server measures it for its next start.
+
+    Raises:
+        TargetError: too little memory is available.
+    """
+    with _neighbour_errors():
+        async with neighbour(processes.pid, NEIGHBOUR_ROUNDS) as other:
+            await other.taken()
+            hit_at = await _kill(processes)
+            await other.ended()
+    return hit_at
+
+
+@contextlib.contextmanager
+def _neighbour_errors() -> Iterator[None]:
+    """Turn the errors of a neighbour into a TargetError."""
+    try:
+        yield
+    except TimeoutError:
+        raise TargetError("the neighbour did not take its memory in time; free memory") from None
+    except NeighbourError as error:
+        raise TargetError(str(error)) from None
+
+
+_PROCESS_FAULTS: Mapping[str, Callable[[ServerProcesses], Awaitable[float]]] = {
+    "SIGKILL of the busiest process": _kill,
+    "SIGSTOP of the busiest process": _stop,
+    "full memory, and the kernel kills": _exhaust_memory,
+    "partition between the processes": _partition,
+    "a neighbour takes memory and frees it": _neighbour,
+    "SIGKILL while a neighbour takes memory and frees it": _kill_beside_neighbour,
+}
+"""Faults of the server's processes by name, which are those of `--pid`.
+
+Neighbours that free memory end other servers, as in vllm#56830.
+"""
+PROCESS_FAULT_NAMES = tuple(_PROCESS_FAULTS)
 
 
 def disk_faults(folder: Path) -> Mapping[str, Fault]:

@@ -1,4 +1,4 @@
-"""A control group that limits a server's memory, and can make the kernel OOM-kill a process."""
+"""Control groups: a new one that limits a server's memory, and the limits of existing ones."""
 
 import contextlib
 import os
@@ -13,6 +13,8 @@ PROCESSES = "cgroup.procs"
 """Name of the file that lists the processes of a control group."""
 ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 """Folders of the control groups that limit memory, in cgroup v1 and in v2."""
+LIMITS = ("memory.limit_in_bytes", "memory.max")
+"""Names of the files with the limit of a control group, in cgroup v1 and in v2."""
 HOG_BYTES = 32 << 20
 PATIENCE_S = 60.0
 POLL_S = 0.005
@@ -31,6 +33,58 @@ The kernel first kills the largest process in the group, which is the server's w
 """
 
 
+def group_of(pid: int) -> Path:
+    """Return the folder of the control group that limits a process's memory.
+
+    Raises:
+        OSError: the kernel lists no control group with a memory limit for the process.
+    """
+    root = _root()
+    is_v1 = root == ROOTS[0]
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if ("memory" in controllers.split(",")) if is_v1 else not controllers:
+            return root / path.lstrip("/")
+    raise OSError(f"/proc/{pid}/cgroup names no group with a limit of memory")
+
+
+def used_bytes(group: Path) -> int:
+    """Return the memory use of a control group, without file caches."""
+    is_v1 = (group / LIMITS[0]).exists()
+    current = "memory.usage_in_bytes" if is_v1 else "memory.current"
+    cached = "total_inactive_file" if is_v1 else "inactive_file"
+    lines = (group / "memory.stat").read_text().splitlines()
+    stats = dict(line.split() for line in lines)
+    return int((group / current).read_text()) - int(stats[cached])
+
+
+def free_bytes(group: Path) -> int | None:
+    """Return the memory that a control group may still use, or None without a limit.
+
+    The limits of the groups above it apply, too.
+    """
+    free: list[int] = []
+    for folder in (group, *group.parents):
+        for name in LIMITS:
+            with contextlib.suppress(FileNotFoundError, ValueError):  # "max" is no limit
+                free.append(int((folder / name).read_text()) - used_bytes(folder))
+        if folder in ROOTS:
+            break
+    return min(free, default=None)
+
+
+def _root() -> Path:
+    """Return the folder of all control groups that limit memory.
+
+    Raises:
+        OSError: this machine has no such control groups.
+    """
+    root = next((each for each in ROOTS if (each / PROCESSES).exists()), None)
+    if root is None:
+        raise OSError(f"neither {ROOTS[0]} nor {ROOTS[1]} has control groups")
+    return root
+
+
 class MemoryLimit:
     """A new control group that limits memory.
 
@@ -42,9 +96,7 @@ class MemoryLimit:
     """
 
     def __init__(self, name: str) -> None:
-        root = next((each for each in ROOTS if (each / PROCESSES).exists()), None)
-        if root is None:
-            raise OSError(f"neither {ROOTS[0]} nor {ROOTS[1]} has control groups")
+        root = _root()
         self._is_v1 = root == ROOTS[0]
         self._folder = root / name
         if not self._is_v1:
@@ -79,7 +131,7 @@ class MemoryLimit:
             OSError: the process's group is unknown.
         """
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            self._origin = self._origin or self._group_of(pid)
+            self._origin = self._origin or group_of(pid)
             (self._folder / PROCESSES).write_text(str(pid))
 
     def lift(self) -> None:
@@ -97,18 +149,6 @@ class MemoryLimit:
         for pid in (self._folder / PROCESSES).read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 (self._origin / PROCESSES).write_text(pid)
-
-    def _group_of(self, pid: int) -> Path:
-        """Return the folder of the control group that a process is in.
-
-        Raises:
-            OSError: the kernel lists no control group with a memory limit for the process.
-        """
-        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if ("memory" in controllers.split(",")) if self._is_v1 else not controllers:
-                return self._folder.parent / path.lstrip("/")
-        raise OSError(f"/proc/{pid}/cgroup names no group with a limit of memory")
 
     def limit(self, num_bytes: int) -> None:
         """Limit the group's memory to `num_bytes`."""
@@ -165,11 +205,7 @@ class MemoryLimit:
 
     def used_bytes(self) -> int:
         """Return the group's memory use, without file caches."""
-        current = "memory.usage_in_bytes" if self._is_v1 else "memory.current"
-        cached = "total_inactive_file" if self._is_v1 else "inactive_file"
-        lines = (self._folder / "memory.stat").read_text().splitlines()
-        stats = dict(line.split() for line in lines)
-        return int((self._folder / current).read_text()) - int(stats[cached])
+        return used_bytes(self._folder)
 
     def close(self) -> None:
         """Wait until the group's processes have exited, and remove the group."""

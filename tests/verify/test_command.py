@@ -14,8 +14,10 @@ import pytest
 from ullage_cli.main import main
 from ullage_verify import report as reports
 from ullage_verify.criteria import Criterion
+from ullage_verify.faults import PROCESS_FAULT_NAMES
 from ullage_verify.run import SCENARIOS, VerifyReport
 from ullage_verify.scenarios import streams
+from ullage_verify.scenarios.inject import SHARED_FILES
 
 Fake = Callable[..., Any]
 NUM_TURNS = 12
@@ -137,6 +139,15 @@ def test_errors_are_status_2(
 def test_wrong_options(option: str) -> None:
     with pytest.raises(SystemExit):
         main(["verify", "soak", "http://127.0.0.1:9", option])
+
+
+def test_faults_of_processes_are_skipped_by_name(
+    fake_server: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(fake_server, "inject", "URL") == 0
+    out = capsys.readouterr().out
+    for name in (*PROCESS_FAULT_NAMES, SHARED_FILES):
+        assert f"- {name}: needs --pid" in out
 
 
 def test_a_server_without_models_pages_is_described_by_an_option(fake_server: Fake) -> None:

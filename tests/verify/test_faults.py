@@ -1,6 +1,8 @@
 """Faults hit real processes, and leave everything else as it was."""
 
 import asyncio
+import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ullage_verify import faults as faults_module
-from ullage_verify import memory_limit
+from ullage_verify import memory_limit, neighbour
 from ullage_verify.faults import (
     admin_faults,
     clock_faults,
@@ -25,6 +27,7 @@ from ullage_verify.faults import (
 )
 from ullage_verify.partition import internal_ports
 from ullage_verify.processes import ServerProcesses
+from ullage_verify.shared_files import SharedFiles
 from ullage_verify.target import TargetError
 
 SERVER = """
@@ -454,3 +457,193 @@ def test_kubectl_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(TargetError, match="kubectl is missing"):
         asyncio.run(_happen(pod_faults("a", ["b"])["death of the pod b"]))
+
+
+NEIGHBOUR = "a neighbour takes memory and frees it"
+
+
+@pytest.fixture
+def small_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbour, "MAX_BYTES", 96 << 20)
+    monkeypatch.setattr(neighbour, "PAUSE_S", 0.3)
+
+
+def neighbours() -> list[int]:
+    """Return the ids of the neighbours that this process has started."""
+    found = []
+    for pid in ServerProcesses(os.getpid()).family():
+        with contextlib.suppress(OSError):
+            if b"ullage_verify.neighbour" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def oom_score(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/oom_score_adj").read_text().strip()
+    except OSError:
+        return ""
+
+
+def resident_mib(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+@pytest.mark.usefixtures("small_neighbour")
+def test_a_neighbour_takes_memory_and_frees_it(server: tuple[int, int]) -> None:
+    sizes: list[int] = []
+    scores: set[str] = set()
+
+    async def scenario() -> None:
+        with process_faults(server[0]) as faults:
+            task = asyncio.create_task(_happen(faults[NEIGHBOUR]))
+            while not task.done():
+                for pid in neighbours():
+                    sizes.append(resident_mib(pid))
+                    scores.add(oom_score(pid))
+                await asyncio.sleep(0.02)
+            await task
+
+    asyncio.run(scenario())
+    assert 96 <= max(sizes) < 96 + 60
+    peaks = sum(one < 96 <= two for one, two in itertools.pairwise(sizes))
+    assert peaks == faults_module.NEIGHBOUR_ROUNDS, sizes
+    assert "1000" in scores
+    assert not neighbours()
+    assert state(server[1]) in "SR"
+
+
+@pytest.mark.usefixtures("small_neighbour")
+def test_an_interrupted_neighbour_is_ended(server: tuple[int, int]) -> None:
+    async def scenario() -> None:
+        with process_faults(server[0]) as faults:
+            task = asyncio.create_task(_happen(faults[NEIGHBOUR]))
+            while not any(resident_mib(pid) >= 96 for pid in neighbours()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert not neighbours()
+
+
+@pytest.mark.usefixtures("small_neighbour")
+def test_a_process_is_killed_beside_a_neighbour(server: tuple[int, int]) -> None:
+    with process_faults(server[0]) as faults:
+        asyncio.run(_happen(faults["SIGKILL while a neighbour takes memory and frees it"]))
+    wait_for(server[1], "Z")
+    assert not neighbours()
+
+
+@pytest.mark.parametrize(
+    ("available", "error"),
+    [(100 << 20, "could take only 50 MiB without harm"), (1 << 60, "memory ran low")],
+)
+@pytest.mark.usefixtures("small_neighbour")
+def test_a_neighbour_takes_no_memory_that_others_need(
+    server: tuple[int, int], monkeypatch: pytest.MonkeyPatch, available: int, error: str
+) -> None:
+    """The second one finds less than it was promised, as after others have taken memory."""
+    monkeypatch.setattr(neighbour, "available_bytes", lambda _: available)
+    with process_faults(server[0]) as faults, pytest.raises(TargetError, match=error):
+        asyncio.run(_happen(faults[NEIGHBOUR]))
+    assert not neighbours()
+
+
+@pytest.mark.skipif(not HAS_GROUPS, reason="making control groups needs root and their files")
+def test_a_neighbour_is_in_the_group_of_the_server(
+    server: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of the server's container applies to the neighbour, too."""
+    monkeypatch.setattr(neighbour, "PAUSE_S", 0.3)
+
+    async def peak(group: memory_limit.MemoryLimit) -> int:
+        peak_bytes = 0
+        with process_faults(server[0]) as faults:
+            task = asyncio.create_task(_happen(faults[NEIGHBOUR]))
+            while not task.done():
+                peak_bytes = max(peak_bytes, group.used_bytes())
+                await asyncio.sleep(0.02)
+            await task
+        return peak_bytes
+
+    with memory_limit.memory_limit("ullage-verify-test-neighbour") as group:
+        group.limit(400 << 20)
+        group.take(server[0])
+        try:
+            assert 180 << 20 < asyncio.run(peak(group)) < 260 << 20
+            assert not group.num_kills()
+        finally:
+            group.release()
+
+
+LEAKING = """
+import multiprocessing.shared_memory, subprocess, sys, time
+while True:
+    worker = subprocess.Popen([sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
+    worker.wait()
+"""
+"""Program that starts its worker again whenever the worker has ended."""
+LEAKING_WORKER = """
+import mmap, os, pathlib, sys, time
+own = pathlib.Path("/dev/shm") / f"{sys.argv[1]}-{os.getpid()}"
+if sys.argv[2] == "clean":
+    for path in own.parent.glob(f"{sys.argv[1]}-*"):
+        path.unlink()
+own.write_bytes(b"1" * 100_000)
+with open(own, "r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 0)
+held = b"1" * (120 << 20)
+pathlib.Path(sys.argv[3]).touch()
+while True:
+    sum(range(10_000))
+    time.sleep(0.001)
+"""
+"""Program that maps a file in /dev/shm. It removes files of earlier workers if it is `clean`."""
+
+
+@contextlib.contextmanager
+def sharing_server(kind: str, tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """Yield a server's first process, and the file that each worker touches when it is up."""
+    prefix = f"ullage-test-{os.getpid()}"
+    is_up = tmp_path / "up"
+    command = [sys.executable, "-c", LEAKING, LEAKING_WORKER, prefix, kind, str(is_up)]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            wait_for_file(is_up)
+            yield process.pid, is_up
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            for path in Path("/dev/shm").glob(f"{prefix}-*"):
+                path.unlink()
+
+
+def wait_for_file(path: Path) -> None:
+    until = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_files_of_killed_processes_are_counted(tmp_path: Path) -> None:
+    with sharing_server("leaky", tmp_path) as (pid, is_up):
+        processes = ServerProcesses(pid)
+        files = SharedFiles(processes)
+        before = files.use()
+        assert before.num_files == 1
+        assert before.num_bytes >= 100_000
+
+        others = Path(f"/dev/shm/other-{os.getpid()}")
+        others.write_bytes(b"1")
+        try:
+            is_up.unlink()
+            processes.send(signal.SIGKILL)
+            wait_for_file(is_up)
+            after = files.use()
+        finally:
+            others.unlink()
+    assert after == (2, 2 * before.num_bytes), "the file of another process does not count"

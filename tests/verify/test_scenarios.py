@@ -1,8 +1,11 @@
 """Each scenario passes on a good server, and fails by name on one with the fault it looks for."""
 
 import asyncio
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from ullage_verify import bystanders, kv_cache
 from ullage_verify.client import ChatAnswer
 from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.kinds import KINDS
+from ullage_verify.processes import ServerProcesses
 from ullage_verify.run import SCENARIOS
 from ullage_verify.scenarios import inject, marathon, oom, shift, soak, streams
 from ullage_verify.scenarios.settings import ScenarioSettings
@@ -572,6 +576,55 @@ def test_pauses_are_held_to_the_objective(checked: Checked) -> None:
         await marathon.run(target, settings, checks)
 
     assert failed(checked(check)) == ["p95 of the longest pause"]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "verdict", "seen"),
+    [(False, "passed", "1 with 4096 bytes"), (True, "failed", "3 with 12288 bytes")],
+)
+def test_files_that_faults_leave_in_shared_memory(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch, leaves: bool, verdict: str, seen: str
+) -> None:
+    """As in vllm#54002: each crash leaves a file in /dev/shm, until nothing fits there any more."""
+    monkeypatch.setattr(inject, "SHARED_FILES_WITHIN_S", 0.2)
+    monkeypatch.setattr(inject, "NUM_IN_A_ROW", 1)
+    prefix = f"ullage-test-{os.getpid()}-"
+    opened: list[tuple[int, Path]] = []
+
+    def crash() -> None:
+        """Start again: this process plays the server."""
+        while opened:
+            descriptor, path = opened.pop()
+            os.close(descriptor)
+            if not leaves:
+                path.unlink()
+        descriptor, name = tempfile.mkstemp(prefix=prefix, dir="/dev/shm")
+        os.write(descriptor, b"1" * 4_000)
+        opened.append((descriptor, Path(name)))
+
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        async def fault() -> float:
+            crash()
+            return time.monotonic()
+
+        settings = ScenarioSettings(faults={"fault": fault}, processes=ServerProcesses(os.getpid()))
+        await inject.run(target, settings, checks)
+
+    try:
+        crash()
+        criteria = checked(check)
+    finally:
+        os.close(opened[0][0])
+        for path in Path("/dev/shm").glob(f"{prefix}*"):
+            path.unlink()
+    [about] = [each for each in criteria if each.name == inject.SHARED_FILES]
+    assert (about.verdict, about.seen) == (verdict, seen)
+
+
+def test_faults_that_are_missing_are_skipped_by_name(checked: Checked) -> None:
+    criteria = checked(scenario("inject", missing_faults={"SIGKILL": "needs --pid"}))
+    first = criteria[0]
+    assert (first.name, first.verdict, first.seen) == ("SIGKILL", "skipped", "needs --pid")
 
 
 def test_inject_is_skipped_without_permission(checked: Checked) -> None:

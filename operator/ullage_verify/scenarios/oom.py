@@ -154,7 +154,7 @@ CASES = (
     Case("many long answers at once", "vllm#25538, vllm-ascend#16315", long_answers),
     Case(
         "more than the KV cache holds",
-        "sglang#14972, sglang#23181, vllm#52871",
+        "sglang#14972, sglang#23181",
         full_kv_cache,
         fills_kv=True,
     ),

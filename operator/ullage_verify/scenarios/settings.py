@@ -39,6 +39,8 @@ class ScenarioSettings:
     """Number of faults to inject at random times, after each fault has been injected once."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Faults that may be injected, by name."""
+    missing_faults: Mapping[str, str] = field(default_factory=dict)
+    """Reasons why faults and criteria of `inject` are skipped, by their names."""
     processes: ServerProcesses | None = None
     """The server's processes, if the server runs on this machine and its pid is known."""
     progress: Callable[[str], None] = lambda _: None
