@@ -5,11 +5,18 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
+import httpx
+
+from ullage_cli.port_forward import PortForward
+from ullage_cli.processes.state import STATE_FILE, read_state, running_folders
 from ullage_cli.server_url import (
     add_report_files,
     add_target,
@@ -42,7 +49,7 @@ from ullage_verify.scenarios.settings import (
     DEFAULT_TTFT_S,
     ScenarioSettings,
 )
-from ullage_verify.target import TargetError, describe
+from ullage_verify.target import TargetError, describe, has_pages
 
 INTERRUPTED = 130
 QUIET_INTERVAL_S = 60.0
@@ -51,6 +58,18 @@ QUIET_INTERVAL_S = 60.0
 OF_PROCESSES = (*PROCESS_FAULT_NAMES, SHARED_FILES)
 """Faults and criteria of `inject` that only a server on this machine can have."""
 NEEDS_PID = "needs --pid, the first process of a server on this machine"
+
+PAGES_TIMEOUT_S = 10.0
+
+
+class Monitoring(NamedTuple):
+    """Addresses of a server's pages for monitoring."""
+
+    url: str
+    """Base URL of /stats and /metrics (empty if the API's port has them or they are unknown)."""
+    engines: tuple[str, ...] = ()
+    """Base URLs of the engines' own /metrics."""
+
 
 HELP = """scenarios:
   streams    many streams, a slow client, clients that vanish
@@ -69,6 +88,7 @@ examples:
   ullage verify inject http://127.0.0.1:8000 --disk /var/lib/ullage/kv --clock
   ullage verify oom http://127.0.0.1:8080 --context 4096 --json oom.json --svg oom.svg
   ullage verify soak chat --namespace prod --minutes 30
+  ullage verify all http://chat.prod:8000 --monitoring http://chat.prod:9090
   ullage verify inject chat --namespace prod --pod chat-single-0 --pod chat-single-1 \
       --pod ullage-system:app.kubernetes.io/component=operator --node node-3 --faults 100
 
@@ -91,6 +111,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("scenario", choices=(*SCENARIOS, "all"))
     add_target(parser)
+    parser.add_argument(
+        "--monitoring",
+        metavar="URL",
+        help="where /stats and /metrics are, if not on the API's port (default: as ullage up or "
+        "the SERVICE says)",
+    )
     parser.add_argument(
         "--minutes",
         type=minutes,
@@ -200,8 +226,8 @@ def run(options: argparse.Namespace) -> int:
     screen = Screen()
     report = VerifyReport()
     try:
-        with server_url(options) as url:
-            asyncio.run(_verify(url, names, options, screen, report))
+        with server_url(options) as url, _monitoring(options, url) as monitoring:
+            asyncio.run(_verify(url, monitoring, names, options, screen, report))
     except TargetError as error:
         raise LocalFailure(str(error)) from None
     except KeyboardInterrupt:
@@ -223,14 +249,17 @@ def run(options: argparse.Namespace) -> int:
 
 async def _verify(
     url: str,
+    monitoring: Monitoring,
     names: Sequence[str],
     options: argparse.Namespace,
     screen: "Screen",
     report: VerifyReport,
 ) -> None:
     key = options.api_key or os.environ.get("ULLAGE_API_KEY", "")
-    async with OpenAIClient(url, key, SILENCE_S) as client:
-        target = await describe(client, options.model, options.context)
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(OpenAIClient(url, key, SILENCE_S))
+        pages, engines = await _pages(monitoring, key, options, stack)
+        target = await describe(client, options.model, options.context, pages, engines)
         report.url, report.model, report.context = client.url, target.model, target.context
         print(f"{client.url}: {target.model}, {target.context} tokens of context", flush=True)
 
@@ -248,6 +277,119 @@ async def _verify(
                 progress=screen.progress,
             )
             await verify(target, names, settings, screen.show, report)
+
+
+@contextlib.contextmanager
+def _monitoring(options: argparse.Namespace, url: str) -> Iterator[Monitoring]:
+    """Yield where /stats and /metrics are: as asked, through kubectl, or of an `ullage up` here.
+
+    Raises:
+        LocalFailure: a port of the service cannot be forwarded.
+    """
+    if options.monitoring:
+        yield Monitoring(options.monitoring.removesuffix("/metrics").rstrip("/"))
+    elif "://" in options.target:
+        yield _local_monitoring(url)
+    else:
+        with contextlib.ExitStack() as stack:
+            router = f"deployment/{naming.router_name(options.target)}"
+            pages = _forwarded(options.namespace, router, stack)
+            yield Monitoring(pages, tuple(_forwarded_engines(options, pages, stack)))
+
+
+def _forwarded(namespace: str, target: str, stack: contextlib.ExitStack) -> str:
+    """Forward the port with the metrics of a pod, and return its URL on this machine."""
+    return stack.enter_context(PortForward(namespace, target, naming.METRICS_PORT)).url()
+
+
+def _forwarded_engines(
+    options: argparse.Namespace, pages: str, stack: contextlib.ExitStack
+) -> Iterator[str]:
+    """Forward the ports with the metrics of the service's engines, and yield their URLs.
+
+    Only the soak reads them. The name of an engine in /stats is that of its pod.
+    """
+    if options.scenario not in ("soak", "all"):
+        return
+    key = options.api_key or os.environ.get("ULLAGE_API_KEY", "")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        stats = httpx.get(f"{pages}/stats", headers=headers, timeout=PAGES_TIMEOUT_S).json()
+        names = [str(engine["id"]) for engine in stats["engines"]]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return
+    for name in names:
+        with contextlib.suppress(LocalFailure):  # the pod has just ended
+            yield _forwarded(options.namespace, f"pod/{name}", stack)
+
+
+def _local_monitoring(url: str) -> Monitoring:
+    """Return the addresses of the `ullage up` on this machine that serves a URL, if there is one.
+
+    `ullage up` chooses the ports of the metrics, and writes their addresses into its state file.
+    """
+    place = urlsplit(url)
+    if not _is_here(place.hostname or ""):
+        return Monitoring("")
+    try:
+        folders = running_folders()
+    except LocalFailure:
+        return Monitoring("")
+    for folder in folders:
+        try:
+            state = read_state(folder / STATE_FILE)
+        except (OSError, ValueError):
+            continue  # the service has just ended
+        if urlsplit(state["http_url"]).port == place.port:
+            engines = (engine["metrics_url"] for engine in state["engines"])
+            return Monitoring(_base(state["metrics_url"]), tuple(map(_base, engines)))
+    return Monitoring("")
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a host name is an address of this machine."""
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def _base(metrics_url: str) -> str:
+    return metrics_url.removesuffix("/metrics")
+
+
+async def _pages(
+    monitoring: Monitoring,
+    key: str,
+    options: argparse.Namespace,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[OpenAIClient | None, Sequence[OpenAIClient]]:
+    """Return the client of /stats and /metrics, and the clients of the engines' /metrics.
+
+    The first is None if the port of the API has these pages, or if no other port is known.
+
+    Raises:
+        TargetError: the address of --monitoring has no such page.
+    """
+    if not monitoring.url:
+        return None, ()
+    pages = await stack.enter_async_context(OpenAIClient(monitoring.url, key, SILENCE_S))
+    if not await has_pages(pages):
+        if options.monitoring:
+            raise TargetError(
+                f"--monitoring {options.monitoring}: neither /stats nor /metrics is there; give "
+                "the port of the metrics, such as 9090 of a router"
+            )
+        return None, ()  # a state file of a service that has ended
+    engines = [
+        await stack.enter_async_context(OpenAIClient(each, key)) for each in monitoring.engines
+    ]
+    return pages, engines
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from ullage_verify.client import Document, Messages, OpenAIClient
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 """Words that are a single token in common vocabularies."""
 PROBE_WORDS = 200
+REMEDY = "if another port has the page, as 9090 of a router in a cluster, give --monitoring URL"
 MARGIN_TOKENS = 32
 """Number of tokens kept free in the context, because the size of a prompt is only estimated."""
 
@@ -47,6 +48,10 @@ class Target:
     """Number of tokens that the chat template adds to a prompt."""
     is_ullage: bool
     """Whether the server serves Ullage's /stats."""
+    monitoring: OpenAIClient | None = None
+    """Client of another port with /stats and /metrics, or None if the API's port has them."""
+    engines: Sequence[OpenAIClient] = ()
+    """Clients of the engines' own /metrics (empty if their addresses are unknown)."""
 
     def prompt(self, number: int, tokens: int) -> Messages:
         """Return a prompt of about `tokens` tokens.
@@ -66,9 +71,19 @@ class Target:
         """Return how many tokens a request may use: the context size minus MARGIN_TOKENS."""
         return self.context - MARGIN_TOKENS
 
+    @property
+    def pages(self) -> OpenAIClient:
+        """Return the client that reads /stats and /metrics."""
+        return self.monitoring or self.client
+
+    def unreported(self, values: str) -> str:
+        """Return why a criterion is skipped that needs values which the server does not report."""
+        reason = f"the server does not report {values}"
+        return reason if self.monitoring else f"{reason}; {REMEDY}"
+
     async def stats(self) -> Document:
         """Return the content of /stats (empty if the server is not Ullage or fails to respond)."""
-        return await self.client.document("/stats") if self.is_ullage else {}
+        return await self.pages.document("/stats") if self.is_ullage else {}
 
     async def objective(self, asked_s: float | None, name: str, default_s: float) -> Objective:
         """Return a latency objective: the user's, else the service's own, else the default.
@@ -88,31 +103,53 @@ class Target:
 
         The metrics are read from /metrics. The value is summed over all label sets.
         """
-        totals: dict[str, float] = {}
-        for sample in await self._samples():
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-        return next((totals[name] for name in names if name in totals), None)
+        return await metric(self.pages, *names)
 
     async def metric_labels(self, name: str) -> Sequence[Mapping[str, str]]:
         """Return the labels of each sample of a metric (empty if the server lacks the metric)."""
-        return [sample.labels for sample in await self._samples() if sample.name == name]
-
-    async def _samples(self) -> Sequence[Sample]:
-        """Return all samples of /metrics (empty for a page in another format)."""
-        page = await self.client.page("/metrics") or ""
-        try:
-            return [s for family in text_string_to_metric_families(page) for s in family.samples]
-        except ValueError:
-            return ()
+        return [sample.labels for sample in await _samples(self.pages) if sample.name == name]
 
 
-async def describe(client: OpenAIClient, model: str = "", context: int = 0) -> Target:
+async def metric(client: OpenAIClient, *names: str) -> float | None:
+    """Return the value of the first of the given metrics on a server's /metrics, or None.
+
+    The value is summed over all label sets.
+    """
+    totals: dict[str, float] = {}
+    for sample in await _samples(client):
+        totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return next((totals[name] for name in names if name in totals), None)
+
+
+async def _samples(client: OpenAIClient) -> Sequence[Sample]:
+    """Return all samples of /metrics (empty for a page in another format)."""
+    page = await client.page("/metrics") or ""
+    try:
+        return [s for family in text_string_to_metric_families(page) for s in family.samples]
+    except ValueError:
+        return ()
+
+
+async def has_pages(client: OpenAIClient) -> bool:
+    """Return whether a server has /stats or /metrics."""
+    return bool(await client.document("/stats")) or await client.page("/metrics") is not None
+
+
+async def describe(
+    client: OpenAIClient,
+    model: str = "",
+    context: int = 0,
+    monitoring: OpenAIClient | None = None,
+    engines: Sequence[OpenAIClient] = (),
+) -> Target:
     """Query a server's models and context size, and measure its number of tokens per word.
 
     Args:
         client: client of the server.
         model: name of the model (empty for the first one that the server lists).
         context: context size in tokens (0 to read it from the server).
+        monitoring: client of another port with /stats and /metrics, or None.
+        engines: clients of the engines' own /metrics.
 
     Raises:
         TargetError: the server fails to respond, lacks the model, or does not report its context
@@ -140,7 +177,9 @@ async def describe(client: OpenAIClient, model: str = "", context: int = 0) -> T
         context=size,
         tokens_per_word=per_word,
         template_tokens=few - per_word,
-        is_ullage="engines" in await client.document("/stats"),
+        is_ullage="engines" in await (monitoring or client).document("/stats"),
+        monitoring=monitoring,
+        engines=engines,
     )
 
 

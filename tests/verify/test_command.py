@@ -1,7 +1,9 @@
 """`ullage verify` from the command line to its reports and exit statuses."""
 
 import asyncio
+import functools
 import json
+import os
 import signal
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -29,12 +31,17 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "FREE_WITHIN_S", 0.15)
 
 
+def _replaced(text: str, pair: tuple[str, str]) -> str:
+    return text.replace(*pair)
+
+
 def verify(fake_server: Fake, *arguments: str, **behaviour: Any) -> int:
     """Run the command against a server of this behaviour, and return its status."""
 
     async def scenario() -> int:
         async with fake_server(**behaviour) as server:
-            words = [word.replace("URL", server.url) for word in arguments]
+            places = (("MONITORING", server.monitoring_url), ("URL", server.url))
+            words = [functools.reduce(_replaced, places, word) for word in arguments]
             return await asyncio.to_thread(main, ["verify", *words])
 
     return asyncio.run(scenario())
@@ -117,6 +124,11 @@ def test_a_failure_is_status_1(fake_server: Fake, capsys: pytest.CaptureFixture[
         (["URL", "--model", "gpt"], {}, "--model 'gpt': the server has fake"),
         (["URL"], {"states_context": False}, "does not state its context; give it with --context"),
         (["URL", "--pid", "4194304"], {}, "--pid 4194304: no such process"),
+        (
+            ["URL", "--monitoring", "http://127.0.0.1:9/metrics"],
+            {},
+            "--monitoring http://127.0.0.1:9/metrics: neither /stats nor /metrics is there",
+        ),
         (["URL", "--pod", "chat-0"], {}, "--pod needs --namespace"),
         (["URL", "--node", "a", "-n", "b"], {}, "--node needs --namespace and the name of an LLM"),
         (["URL"], {"max_running": 0}, "a short request failed (429)"),
@@ -148,6 +160,100 @@ def test_faults_of_processes_are_skipped_by_name(
     out = capsys.readouterr().out
     for name in (*PROCESS_FAULT_NAMES, SHARED_FILES):
         assert f"- {name}: needs --pid" in out
+
+
+@pytest.fixture
+def run_dirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder where `ullage up` leaves its state, which is empty at first."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+HIDDEN = "- requests of vanished clients end: the server does not report its running requests"
+
+
+@pytest.mark.usefixtures("run_dirs")
+def test_pages_on_another_port(fake_server: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(fake_server, "streams", "URL", hides_pages=True) == 0
+    out = capsys.readouterr().out
+    assert HIDDEN in out
+    assert "give --monitoring URL" in out
+
+    for address in ("MONITORING", "MONITORING/metrics"):
+        options = ["--monitoring", address]
+        assert verify(fake_server, "streams", "URL", *options, hides_pages=True) == 0
+        assert "7 passed, 0 failed, 0 skipped" in capsys.readouterr().out
+
+
+def write_state(run_dirs: Path, http_url: str, metrics_url: str) -> None:
+    folder = run_dirs / "ullage-1"
+    folder.mkdir()
+    engine = {"metrics_url": f"{metrics_url}/metrics"}
+    state = {"http_url": http_url, "metrics_url": f"{metrics_url}/metrics", "engines": [engine]}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "is_same", "skipped"), [(True, True, 0), (False, True, 1), (True, False, 1)]
+)
+def test_pages_of_a_local_service_are_found(
+    fake_server: Fake,
+    run_dirs: Path,
+    capsys: pytest.CaptureFixture[str],
+    is_alive: bool,
+    is_same: bool,
+    skipped: int,
+) -> None:
+    """A state file of a service that has ended, or of another service, is not used."""
+
+    async def scenario() -> int:
+        async with fake_server(hides_pages=True) as server:
+            metrics_url = server.monitoring_url if is_alive else "http://127.0.0.1:9"
+            http_url = server.url if is_same else "http://127.0.0.1:9"
+            write_state(run_dirs, http_url, metrics_url)
+            url = server.url.replace("127.0.0.1", "localhost")
+            return await asyncio.to_thread(main, ["verify", "streams", url])
+
+    assert asyncio.run(scenario()) == 0
+    assert f" 0 failed, {skipped} skipped" in capsys.readouterr().out
+
+
+def test_pages_and_engines_of_a_service_in_a_cluster(
+    fake_server: Fake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The router's API and metrics, and the engines' metrics, are three ports of kubectl."""
+    monkeypatch.setattr("ullage_verify.scenarios.soak.SAMPLE_S", 0.2)
+
+    async def scenario() -> int:
+        async with fake_server(hides_pages=True, has_worker=True) as server:
+            ports = [url.rpartition(":")[2] for url in (server.url, server.monitoring_url)]
+            kubectl = tmp_path / "kubectl"
+            kubectl.write_text(
+                f"#!/bin/sh\necho $@ >> {tmp_path}/said\nport={ports[1]}\n"
+                f'test "$5" = :8000 && port={ports[0]}\n'
+                'echo "Forwarding from 127.0.0.1:$port -> 1"\nexec sleep 600\n'
+            )
+            kubectl.chmod(0o755)
+            monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+            command = ["verify", "soak", "chat", "-n", "prod", "--minutes", "0.1"]
+            return await asyncio.to_thread(main, command)
+
+    assert asyncio.run(scenario()) == 0
+    out = capsys.readouterr().out
+    assert "✓ growth of the server's memory (engines with their workers, 2 x /metrics)" in out
+    assert "✓ allocated share of the device's memory" in out
+    said = sorted((tmp_path / "said").read_text().splitlines())
+    assert said == [
+        "--namespace prod port-forward deployment/chat-router :8000",
+        "--namespace prod port-forward deployment/chat-router :9090",
+        "--namespace prod port-forward pod/chat-large-0 :9090",
+        "--namespace prod port-forward pod/chat-single-0 :9090",
+    ]
 
 
 def test_a_server_without_models_pages_is_described_by_an_option(fake_server: Fake) -> None:

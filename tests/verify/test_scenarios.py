@@ -1,6 +1,7 @@
 """Each scenario passes on a good server, and fails by name on one with the fault it looks for."""
 
 import asyncio
+import dataclasses
 import os
 import tempfile
 import time
@@ -11,14 +12,14 @@ from typing import Any
 import pytest
 
 from ullage_verify import bystanders, kv_cache
-from ullage_verify.client import ChatAnswer
+from ullage_verify.client import ChatAnswer, OpenAIClient
 from ullage_verify.criteria import Checks, Criterion
 from ullage_verify.kinds import KINDS
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.run import SCENARIOS
 from ullage_verify.scenarios import inject, marathon, oom, shift, soak, streams
 from ullage_verify.scenarios.settings import ScenarioSettings
-from ullage_verify.target import Target, TargetError
+from ullage_verify.target import REMEDY, Target, TargetError
 
 Checked = Callable[..., list[Criterion]]
 OTHER_STATUS = "prompts of 100, 536 and 100 tokens: no status but 200 and 429"
@@ -224,7 +225,10 @@ def test_large_needs_no_traces(checked: Checked) -> None:
     ("behaviour", "reason"),
     [
         ({"has_large_pool": False}, "the service has no pool for large requests"),
-        ({"serves_stats": False}, "the server has no /stats"),
+        (
+            {"serves_stats": False},
+            f"the server does not report the routes of requests (/stats); {REMEDY}",
+        ),
     ],
 )
 def test_large_is_skipped(checked: Checked, behaviour: dict[str, Any], reason: str) -> None:
@@ -242,12 +246,54 @@ def test_large_is_skipped_where_the_context_is_too_small(checked: Checked) -> No
     [
         ({"e2e_objective_s": 0.0001}, "p95 of all answers (objective 0.0001 s, its own)"),
         ({"drops_streams": True}, "every answer of 0.04 minutes ends well"),
-        ({"grows_bytes": 1 << 20}, "growth of the server's memory"),
+        (
+            {"grows_bytes": 1 << 20},
+            "growth of the server's memory (the process behind /metrics)",
+        ),
+        (
+            {"leaked_bytes": 500},
+            "growth of the server's memory (memory that the engines allocate, /stats)",
+        ),
         ({"leaked_bytes": 500}, "allocated share of the device's memory"),
     ],
 )
 def test_soak(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
     assert name in failed(checked(probed(scenario("soak"), **behaviour)))
+
+
+def test_soak_names_those_whose_memory_it_judges(checked: Checked) -> None:
+    criteria = checked(scenario("soak"), serves_stats=False)
+    growth = {each.name: each for each in criteria if "growth" in each.name}
+    assert {name: each.verdict for name, each in growth.items()} == {
+        "growth of the server's memory (the process behind /metrics)": "passed",
+        "growth of the server's memory (its engines)": "skipped",
+    }
+    assert REMEDY in growth["growth of the server's memory (its engines)"].seen
+
+
+@pytest.mark.parametrize(("grows", "verdict"), [(0, "passed"), (1 << 20, "failed")])
+def test_soak_judges_the_memory_of_engines(checked: Checked, grows: int, verdict: str) -> None:
+    """The page of one engine is that of a server whose worker may grow with each request."""
+
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        server.behaviour.worker_grows_bytes = grows
+        async with OpenAIClient(server.monitoring_url) as engine:
+            judged = dataclasses.replace(target, engines=[engine])
+            await scenario("soak")(judged, server, checks)
+
+    criteria = {each.name: each.verdict for each in checked(check, has_worker=True)}
+    name = "growth of the server's memory (engines with their workers, 1 x /metrics)"
+    assert criteria[name] == verdict
+
+
+def test_soak_judges_no_sum_without_one_of_the_engines(checked: Checked) -> None:
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        async with OpenAIClient(server.url) as one, OpenAIClient("http://127.0.0.1:9") as other:
+            judged = dataclasses.replace(target, engines=[one, other])
+            await scenario("soak")(judged, server, checks)
+
+    criteria = checked(check, has_worker=True)
+    assert not [each for each in criteria if "2 x /metrics" in each.name]
 
 
 @pytest.mark.parametrize(

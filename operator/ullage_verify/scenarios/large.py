@@ -27,7 +27,7 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
     threshold = settings.large_tokens or _threshold(stats)
     reason = ""
     if not stats:
-        reason = "the server has no /stats"
+        reason = target.unreported("the routes of requests (/stats)")
     elif not large_pools:
         reason = "the service has no pool for large requests"
     elif threshold >= target.usable - ANSWER_TOKENS:

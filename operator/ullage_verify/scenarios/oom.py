@@ -184,7 +184,7 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
                 answers = await case.provoke(target)
         _check_statuses(checks, case, answers)
         if use:
-            _check_full(checks, case, answers, use)
+            _check_full(target, checks, case, answers, use)
         crowd.check(checks, case.name, MAX_GAP_S)
 
         hello = await target.client.chat(target.model, target.prompt(7, 16), 4)
@@ -224,14 +224,16 @@ def _check_statuses(checks: Checks, case: Case, answers: Sequence[ChatAnswer]) -
     checks.at_most(f"{case.name}: time to the refusal", answer.seconds, REFUSED_WITHIN_S)
 
 
-def _check_full(checks: Checks, case: Case, answers: Sequence[ChatAnswer], use: PeakUse) -> None:
+def _check_full(
+    target: Target, checks: Checks, case: Case, answers: Sequence[ChatAnswer], use: PeakUse
+) -> None:
     """Check that the KV cache was full, because the case proves nothing otherwise."""
     name = f"{case.name}: the cache was full"
     num_refused = sum(answer.is_refused for answer in answers)
     if num_refused:
         checks.holds(name, True, "", f"{num_refused} of {len(answers)} requests were refused")
     elif use.share is None:
-        checks.skip(name, "the server does not report the use of its KV cache (/stats, /metrics)")
+        checks.skip(name, target.unreported("the use of its KV cache (/stats, /metrics)"))
     elif use.share < FULL_SHARE:
         checks.skip(name, f"at most {use.share:.0%} of it was in use; limit the cache to play this")
     else:
@@ -241,7 +243,7 @@ def _check_full(checks: Checks, case: Case, answers: Sequence[ChatAnswer], use: 
 async def _memory_returns(target: Target, checks: Checks, before: float | None) -> None:
     name = "free memory returns to its start value"
     if not before:
-        checks.skip(name, "the server does not report its free memory (/stats)")
+        checks.skip(name, target.unreported("its free memory (/stats)"))
         return
     for _ in range(int(BACK_WITHIN_S)):
         share = (await _headroom(target) or 0.0) / before

@@ -5,14 +5,14 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ullage_verify.client import ChatAnswer
+from ullage_verify.client import ChatAnswer, Document
 from ullage_verify.criteria import Checks
 from ullage_verify.quantiles import quantile
 from ullage_verify.scenarios.settings import DEFAULT_E2E_S, ScenarioSettings
-from ullage_verify.target import Objective, Target
+from ullage_verify.target import Objective, Target, metric
 
 NUM_SESSIONS = 4
 TURN_TOKENS = (30, 100, 400, 1_000)
@@ -25,7 +25,14 @@ SAMPLE_S = 2.0
 WARM_UP_SHARE = 0.25
 """Initial fraction of the memory samples that is ignored, because caches are still filling."""
 MIN_SAMPLES = 12
-RESIDENT_METRICS = ("process_resident_memory_bytes",)
+RESIDENT_METRIC = "process_resident_memory_bytes"
+ENGINE_METRICS = ("ullage_server_resident_bytes", "ullage_worker_resident_bytes")
+"""Metrics of an engine of Ullage: the resident memory of its server and of its worker."""
+PROCESSES = "all its processes, --pid"
+PAGES_PROCESS = "the process behind /metrics"
+ENGINES = "engines with their workers, {} x /metrics"
+LEDGER = "memory that the engines allocate, /stats"
+GROWTH = "growth of the server's memory"
 MIB = 1 << 20
 
 
@@ -37,10 +44,15 @@ class SoakProgress:
     answers: list[ChatAnswer] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(10_000))
     """Numbers of prompts that no turn has used."""
-    resident: list[float] = field(default_factory=list)
-    """Samples of the server's resident memory in bytes."""
+    memory: dict[str, list[float]] = field(default_factory=dict)
+    """Samples of memory in bytes, by the name of those whose memory it is."""
     used_share: list[float] = field(default_factory=list)
     """Samples of the allocated fraction of device memory, of the engine with the highest one."""
+
+    def add_memory(self, whose: str, num_bytes: float | None) -> None:
+        """Add a sample of memory. None is no sample."""
+        if num_bytes is not None:
+            self.memory.setdefault(whose, []).append(num_bytes)
 
     @property
     def is_over(self) -> bool:
@@ -67,13 +79,15 @@ async def run(target: Target, settings: ScenarioSettings, checks: Checks) -> Non
     except asyncio.CancelledError:
         if progress.answers:
             minutes = round((time.monotonic() - began) / 60, 1)
-            _check(checks, progress, objective, minutes)
+            _check(target, checks, progress, objective, minutes)
         raise
 
-    _check(checks, progress, objective, settings.minutes)
+    _check(target, checks, progress, objective, settings.minutes)
 
 
-def _check(checks: Checks, progress: SoakProgress, objective: Objective, minutes: float) -> None:
+def _check(
+    target: Target, checks: Checks, progress: SoakProgress, objective: Objective, minutes: float
+) -> None:
     answers = [answer for answer in progress.answers if not answer.is_refused]
     failed = [answer for answer in answers if not answer.is_whole]
     checks.holds(
@@ -86,15 +100,14 @@ def _check(checks: Checks, progress: SoakProgress, objective: Objective, minutes
     times = [answer.seconds for answer in answers]
     p95 = quantile(times, 0.95)
     checks.at_most(f"p95 of all answers ({objective})", p95, objective.seconds)
-    _check_growth(checks, progress.resident)
+    _check_growth(target, checks, progress.memory)
     if progress.used_share:
         checks.at_most(
             "allocated share of the device's memory", max(progress.used_share), MAX_MEMORY_SHARE, ""
         )
     else:
-        checks.skip(
-            "allocated share of the device's memory", "the server does not report it (/stats)"
-        )
+        reason = target.unreported("the memory of its device (/stats)")
+        checks.skip("allocated share of the device's memory", reason)
     checks.figures["answers"] = len(answers)
     checks.figures["refused"] = len(progress.answers) - len(answers)
 
@@ -128,14 +141,17 @@ async def _converse(target: Target, progress: SoakProgress, number: int) -> None
 async def _sample(target: Target, settings: ScenarioSettings, progress: SoakProgress) -> None:
     started = time.monotonic()
     while True:
+        engines = (await target.stats()).get("engines", ())
         if settings.processes:
-            progress.resident.append(settings.processes.resident_bytes())
-        elif (resident := await target.metric(*RESIDENT_METRICS)) is not None:
-            progress.resident.append(resident)
+            progress.add_memory(PROCESSES, settings.processes.resident_bytes())
+        else:
+            progress.add_memory(PAGES_PROCESS, await target.metric(RESIDENT_METRIC))
+            progress.add_memory(ENGINES.format(len(target.engines)), await _engines_bytes(target))
+            progress.add_memory(LEDGER, _mean_allocated(engines))
 
         shares = [
-            sum(line["allocated_bytes"] for line in engine["ledger"]) / engine["total_bytes"]
-            for engine in (await target.stats()).get("engines", ())
+            _allocated(engine) / engine["total_bytes"]
+            for engine in engines
             if engine.get("total_bytes")
         ]
         if shares:
@@ -148,16 +164,47 @@ async def _sample(target: Target, settings: ScenarioSettings, progress: SoakProg
         await asyncio.sleep(SAMPLE_S)
 
 
-def _check_growth(checks: Checks, resident: Sequence[float]) -> None:
-    """Check how much the memory grew from the first to the last quarter after the warm-up."""
-    name = "growth of the server's memory"
-    counted = resident[int(WARM_UP_SHARE * len(resident)) :]
+async def _engines_bytes(target: Target) -> float | None:
+    """Return the resident bytes of all engines, or None if an engine does not report them."""
+    sizes = [await metric(engine, name) for engine in target.engines for name in ENGINE_METRICS]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if sizes and len(known) == len(sizes) else None
+
+
+def _mean_allocated(engines: Sequence[Document]) -> float | None:
+    """Return the mean of the bytes that engines have allocated, or None without engines.
+
+    A mean does not grow when another engine starts.
+    """
+    sizes = [_allocated(engine) for engine in engines if engine.get("ledger")]
+    return statistics.mean(sizes) if sizes else None
+
+
+def _allocated(engine: Document) -> float:
+    return float(sum(line["allocated_bytes"] for line in engine["ledger"]))
+
+
+def _check_growth(target: Target, checks: Checks, memory: Mapping[str, Sequence[float]]) -> None:
+    """Check how much memory grew from the first to the last quarter after the warm-up."""
+    if not memory:
+        checks.skip(GROWTH, f"{target.unreported(RESIDENT_METRIC)}, or --pid")
+        return
+    for whose, samples in memory.items():
+        _check_samples(checks, f"{GROWTH} ({whose})", samples)
+    if set(memory) == {PAGES_PROCESS}:
+        reason = f"{target.unreported('the memory of its engines')}, or --pid if it runs here"
+        checks.skip(f"{GROWTH} (its engines)", reason)
+    checks.figures["resident_mib"] = {
+        whose: [round(value / MIB) for value in samples] for whose, samples in memory.items()
+    }
+
+
+def _check_samples(checks: Checks, name: str, samples: Sequence[float]) -> None:
+    counted = samples[int(WARM_UP_SHARE * len(samples)) :]
     if len(counted) < MIN_SAMPLES:
-        reason = "the run is too short" if resident else "give --pid, or serve the metric"
-        checks.skip(name, f"{reason} ({RESIDENT_METRICS[0]})" if not resident else reason)
+        checks.skip(name, "the run is too short")
         return
     part = len(counted) // 4
     early = statistics.median(counted[:part])
     late = statistics.median(counted[-part:])
-    checks.figures["resident_mib"] = [round(value / MIB) for value in resident]
     checks.at_most(name, late / early - 1, MAX_GROWTH_SHARE, "of its size")

@@ -152,7 +152,7 @@ async def _vanishing_clients(target: Target, checks: Checks, alone: ChatAnswer) 
         await asyncio.sleep(0.1)
         running = await _running(target)
     if running is None:
-        checks.skip(name, "the server does not report its running requests (/metrics)")
+        checks.skip(name, target.unreported("its running requests (/metrics)"))
     elif not num_cut or tokens / speed < 2 * FREE_WITHIN_S:
         checks.skip(name, f"answers of {tokens} tokens end too soon to tell")
     else:

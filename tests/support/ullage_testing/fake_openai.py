@@ -60,6 +60,8 @@ class Behaviour:
     traces: str = "all"
     """The requests whose trace /stats names: "all", "none", or "some" (every second one)."""
     serves_stats: bool = True
+    hides_pages: bool = False
+    """Whether only the port for monitoring has /stats and /metrics."""
     states_context: bool = True
     tires_of_long_prompts: bool = False
     """Whether every token takes forty times as long after a prompt of half the context."""
@@ -73,6 +75,10 @@ class Behaviour:
     """Whether every preemption is counted as one by swapping, too."""
     grows_bytes: int = 0
     """Growth of the reported resident memory with every request."""
+    has_worker: bool = False
+    """Whether /metrics has the memory of an engine and of its worker, as engines of Ullage do."""
+    worker_grows_bytes: int = 0
+    """Growth of the worker's memory with every request."""
     has_other_plain_text: bool = False
     """Whether an answer that is not streamed has other words than a streamed one."""
     is_mute: bool = False
@@ -96,6 +102,8 @@ class FakeServer:
 
     behaviour: Behaviour = field(default_factory=Behaviour)
     url: str = ""
+    monitoring_url: str = ""
+    """URL of a second port."""
     running: int = 0
     running_tokens: int = 0
     """Tokens of the running requests' prompts and answers."""
@@ -129,11 +137,17 @@ class FakeServer:
         cards += [{"id": name, "parent": "fake"} for name in self.behaviour.adapters]
         return web.json_response({"data": cards})
 
-    async def stats(self, _: web.Request) -> web.Response:
-        if not self.behaviour.serves_stats:
+    def _hides(self, request: web.Request) -> bool:
+        assert request.transport
+        _, port, *_ = request.transport.get_extra_info("sockname")
+        return self.behaviour.hides_pages and self.url.endswith(f":{port}")
+
+    async def stats(self, request: web.Request) -> web.Response:
+        if not self.behaviour.serves_stats or self._hides(request):
             return web.Response(status=404)
         lost = self.behaviour.leaked_bytes * self.requests
         engine = {
+            "id": "chat-single-0",
             "state": "ready",
             "pool": "single",
             "route": "single",
@@ -147,7 +161,8 @@ class FakeServer:
             engine["headroom_bytes"] = max(0, total - self.running_tokens) * KV_TOKEN_BYTES
         engines = [engine]
         if self.behaviour.has_large_pool:
-            engines.append(engine | {"pool": "large", "route": "tp2pp2", "requests_running": 0})
+            large = {"id": "chat-large-0", "pool": "large", "route": "tp2pp2"}
+            engines.append(engine | large | {"requests_running": 0})
         objectives = {
             "ttft_p95_s": self.behaviour.ttft_objective_s,
             "e2e_p95_s": self.behaviour.e2e_objective_s,
@@ -167,7 +182,9 @@ class FakeServer:
         is_sick = self.is_dead and self.behaviour.health == "true"
         return web.Response(status=503 if is_sick else 200)
 
-    async def metrics(self, _: web.Request) -> web.Response:
+    async def metrics(self, request: web.Request) -> web.Response:
+        if self._hides(request):
+            return web.Response(status=404)
         size = (100 << 20) + self.behaviour.grows_bytes * self.requests
         lines = [f"process_resident_memory_bytes {size}"]
         if name := self.behaviour.preemption_metric:
@@ -175,6 +192,10 @@ class FakeServer:
             lines.append(f'{name}{{engine="0"}} {1000 + self.preemptions - lost}')
         if self.behaviour.swaps:
             lines.append(f"ullage_swaps_total {self.preemptions}")
+        if self.behaviour.has_worker:
+            worker = (100 << 20) + self.behaviour.worker_grows_bytes * self.requests
+            lines.append("ullage_server_resident_bytes 1000")
+            lines.append(f"ullage_worker_resident_bytes {worker}")
         lines += self.behaviour.more_metrics
         return web.Response(text="\n".join(["# TYPE x gauge", *lines, ""]))
 
@@ -307,6 +328,15 @@ def _event(document: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(document).encode() + b"\n\n"
 
 
+async def _listen(runner: web.AppRunner) -> str:
+    """Serve an application on a free port, and return its URL."""
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+    return f"http://127.0.0.1:{port}"
+
+
 @contextlib.asynccontextmanager
 async def serving(behaviour: Behaviour) -> AsyncIterator[FakeServer]:
     server = FakeServer(behaviour)
@@ -319,11 +349,7 @@ async def serving(behaviour: Behaviour) -> AsyncIterator[FakeServer]:
     app.router.add_post("/v1/completions", server.completions)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    assert site._server
-    port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-    server.url = f"http://127.0.0.1:{port}"
+    server.url, server.monitoring_url = [await _listen(runner) for _ in range(2)]
     try:
         yield server
     finally:
