@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ullage_verify.processes import PROC, ServerProcesses
+from ullage_verify.target import TargetError
 
 SHARED_MEMORY = Path("/dev/shm")
 BLOCK_BYTES = 512
@@ -40,9 +41,9 @@ class SharedFiles:
         """Note the files that the server's processes use now.
 
         Raises:
-            OSError: this user may not see the server's /dev/shm.
+            TargetError: the server's first process has ended, or belongs to another user.
         """
-        device = self._folder.stat().st_dev
+        device = self._device()
         for pid in self._processes.family():
             self._inodes |= set(_mapped(pid, device)) | set(_opened(pid, device))
 
@@ -50,12 +51,20 @@ class SharedFiles:
         """Note the files in use, and return how many of the server's files exist, and their size.
 
         Raises:
-            OSError: this user may not see the server's /dev/shm.
+            TargetError: the server's first process has ended, or belongs to another user.
         """
         self.note()
-        is_own = self._folder.stat().st_dev != SHARED_MEMORY.stat().st_dev
-        stats = [stat for stat in _files(self._folder) if is_own or stat.st_ino in self._inodes]
-        return SharedUse(len(stats), sum(stat.st_blocks * BLOCK_BYTES for stat in stats))
+        is_own = self._device() != SHARED_MEMORY.stat().st_dev
+        files = [file for file in _files(self._folder) if is_own or file.st_ino in self._inodes]
+        return SharedUse(len(files), sum(file.st_blocks * BLOCK_BYTES for file in files))
+
+    def _device(self) -> int:
+        try:
+            return self._folder.stat().st_dev
+        except FileNotFoundError:
+            raise TargetError(f"--pid {self._processes.pid}: this process has ended") from None
+        except OSError as error:
+            raise TargetError(f"{self._folder}: {error.strerror}; run as root") from None
 
 
 def _files(folder: Path) -> Iterator[os.stat_result]:

@@ -667,6 +667,28 @@ def test_files_that_faults_leave_in_shared_memory(
     assert (about.verdict, about.seen) == (verdict, seen)
 
 
+def test_a_server_whose_first_process_has_ended_has_no_files(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inject, "NUM_IN_A_ROW", 1)
+
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        process = await asyncio.create_subprocess_exec("sleep", "600")
+
+        async def fault() -> float:
+            process.kill()
+            await process.wait()
+            server.die()
+            return time.monotonic()
+
+        settings = ScenarioSettings(faults={"fault": fault}, processes=ServerProcesses(process.pid))
+        await inject.run(target, settings, checks)
+
+    last = checked(check)[-1]
+    assert (last.name, last.verdict) == (inject.SHARED_FILES, "skipped")
+    assert "this process has ended" in last.seen
+
+
 def test_faults_that_are_missing_are_skipped_by_name(checked: Checked) -> None:
     criteria = checked(scenario("inject", missing_faults={"SIGKILL": "needs --pid"}))
     first = criteria[0]

@@ -14,7 +14,7 @@ from ullage_verify.faults import Fault
 from ullage_verify.processes import ServerProcesses
 from ullage_verify.scenarios import marathon
 from ullage_verify.scenarios.settings import ScenarioSettings
-from ullage_verify.shared_files import SharedFiles
+from ullage_verify.shared_files import SharedFiles, SharedUse
 from ullage_verify.target import Target, TargetError
 
 BACK_WITHIN_S = 30.0
@@ -103,8 +103,8 @@ async def _checked_shared_files(
     files = SharedFiles(processes)
     try:
         before = await asyncio.to_thread(files.use)
-    except OSError as error:
-        checks.skip(SHARED_FILES, f"{error}; run as root")
+    except TargetError as error:
+        checks.skip(SHARED_FILES, str(error))
         yield lambda fault: fault
         return
 
@@ -116,8 +116,20 @@ async def _checked_shared_files(
         return note_and_inject
 
     yield noted
-    until = time.monotonic() + SHARED_FILES_WITHIN_S
+    try:
+        await _check_shared_files(files, before, checks)
+    except TargetError as error:
+        checks.skip(SHARED_FILES, str(error))
+
+
+async def _check_shared_files(files: SharedFiles, before: SharedUse, checks: Checks) -> None:
+    """Check that the server's files take as much as before, at most SHARED_FILES_WITHIN_S later.
+
+    Raises:
+        TargetError: the server's first process has ended.
+    """
     most_bytes = int(before.num_bytes * (1 + SHARED_GROWTH_SHARE))
+    until = time.monotonic() + SHARED_FILES_WITHIN_S
     while True:
         after = await asyncio.to_thread(files.use)
         is_back = after.num_files <= before.num_files and after.num_bytes <= most_bytes
