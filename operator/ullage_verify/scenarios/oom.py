@@ -27,7 +27,7 @@ BACK_WITHIN_S = 30.0
 REFUSED_WITHIN_S = 10.0
 """Seconds within which a request that can never fit must be refused."""
 NUM_LONG_ANSWERS = 24
-KV_EXCESS = 1.5
+KV_EXCESS = 1.25
 """Tokens of the requests that fill the KV cache, as a multiple of what the cache holds."""
 KV_CONTEXTS = 4
 """Assumed size of a KV cache that the server does not report, in contexts."""
