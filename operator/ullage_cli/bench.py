@@ -1,10 +1,8 @@
 """`ullage bench` load-tests a running server, and finds its throughput-latency knee."""
 
 import argparse
-import asyncio
 import math
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from ullage_bench import report as reports
 from ullage_bench.levels import Level, Objectives, cost_of, engines_for, knee, regressions
 from ullage_bench.load import LOOPS, TURNS, Sender, Shape, sweep
 from ullage_bench.report import Report
+from ullage_cli import interruptible
 from ullage_cli.server_url import (
     add_report_files,
     add_target,
@@ -136,10 +135,10 @@ def run(options: argparse.Namespace) -> int:
     check_report_files(options)
     baseline = _read(options.baseline) if options.baseline else None
     # As an exception, the signal ends kubectl.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interruptible.raise_at_sigterm()
     try:
         with server_url(options) as url:
-            report = asyncio.run(_bench(url, baseline, options))
+            report = interruptible.run(_bench(url, baseline, options))
     except TargetError as error:
         raise LocalFailure(str(error)) from None
     except KeyboardInterrupt:

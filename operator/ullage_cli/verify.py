@@ -1,10 +1,8 @@
 """`ullage verify` checks how a running server handles overload, large prompts and faults."""
 
 import argparse
-import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -15,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from ullage_cli import interruptible
 from ullage_cli.port_forward import PortForward
 from ullage_cli.processes.state import STATE_FILE, read_state, running_folders
 from ullage_cli.server_url import (
@@ -222,12 +221,12 @@ def run(options: argparse.Namespace) -> int:
     check_report_files(options)
     names = list(SCENARIOS) if options.scenario == "all" else [options.scenario]
     # As an exception, the signal ends kubectl, removes control groups and continues processes.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interruptible.raise_at_sigterm()
     screen = Screen()
     report = VerifyReport()
     try:
         with server_url(options) as url, _monitoring(options, url) as monitoring:
-            asyncio.run(_verify(url, monitoring, names, options, screen, report))
+            interruptible.run(_verify(url, monitoring, names, options, screen, report))
     except TargetError as error:
         raise LocalFailure(str(error)) from None
     except KeyboardInterrupt:

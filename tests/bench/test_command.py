@@ -24,7 +24,7 @@ BRIEF = ["--seconds", "0.5", "--input-tokens", "20", "--output-tokens", "8"]
 @pytest.fixture(autouse=True)
 def in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command runs in a thread here, which cannot handle signals."""
-    monkeypatch.setattr("ullage_cli.bench.signal.signal", lambda *_: None)
+    monkeypatch.setattr("ullage_cli.interruptible.signal.signal", lambda *_: None)
 
 
 def bench(fake_server: Fake, *arguments: str, **behaviour: Any) -> int:

@@ -50,7 +50,7 @@ def verify(fake_server: Fake, *arguments: str, **behaviour: Any) -> int:
 @pytest.fixture(autouse=True)
 def in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command runs in a thread here, which cannot handle signals."""
-    monkeypatch.setattr("ullage_cli.verify.signal.signal", lambda *_: None)
+    monkeypatch.setattr("ullage_cli.interruptible.signal.signal", lambda *_: None)
 
 
 def test_reports(fake_server: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
