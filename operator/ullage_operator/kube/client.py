@@ -426,7 +426,8 @@ class Cluster:
     ) -> aiohttp.ClientResponse:
         """Send a request.
 
-        If the credentials are refused or the TLS handshake fails, retry once with fresh ones.
+        If the credentials are refused or renewed, or the TLS handshake fails, retry once with
+        fresh ones.
         """
         api = await self._connection.api()
         used = api.configuration
@@ -437,6 +438,11 @@ class Cluster:
                 raise
         except aiohttp.ClientSSLError:
             pass  # the certificate of the API server or its authority may be a new one
+        except (AssertionError, RuntimeError):
+            # aiohttp raises these if another request has meanwhile renewed the credentials, and
+            # with them closed this client before the request was sent.
+            if api is await self._connection.api():
+                raise
         await self._connection.renew(used)
         return await request.send(await self._connection.api(), limits, arguments)
 

@@ -147,6 +147,41 @@ def test_watches_go_on_after_the_servers_authority_is_replaced(
         run(scenario)
 
 
+def test_requests_that_meet_a_renewal_of_the_authority_are_sent_again(
+    tmp_path, monkeypatch, make_authority
+):
+    tls = make_authority().issue(tmp_path / "tls", "127.0.0.1")
+    renewed = make_authority().issue(tmp_path / "renewed", "127.0.0.1")
+    names = {f"a{number}" for number in range(40)}
+    with running(bookmark_interval=0.2, tls=tls) as api:
+        path = api.kubeconfig(tmp_path)
+        document = yaml.safe_load(path.read_text())
+        document["clusters"][0]["cluster"]["certificate-authority"] = str(tls / "ca.crt")
+        path.write_text(yaml.safe_dump(document))
+        monkeypatch.setenv("KUBECONFIG", str(path))
+
+        async def scenario():
+            async with watching() as seen:
+                await seen.cluster.apply(config_map("first"))
+                await seen.until(lambda: seen.names() == {"first"})
+                (tls / "ca.crt").write_bytes((renewed / "ca.crt").read_bytes())
+                api.replace_certificate(renewed)
+
+                async def apply(name):
+                    # Only an answer or ClusterUnavailable may come of a request.
+                    while name not in seen.names():
+                        with contextlib.suppress(ClusterUnavailable):
+                            await seen.cluster.apply(config_map(name))
+                        await asyncio.sleep(0.001)
+
+                async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+                    for name in names:
+                        group.create_task(apply(name))
+                        await asyncio.sleep(0.001)
+
+        run(scenario)
+
+
 def test_edits_after_a_restore_of_etcd_are_seen(api):
     async def scenario():
         async with watching() as seen:
