@@ -39,7 +39,8 @@ HOPELESS_AFTER_S = 10 * HEARTBEAT_S
 MOVE_AFTER_S = 2.0
 """Seconds without a worker after which an engine's answers move to another engine.
 
-An answer moves at once if another engine can prefill its prompt before the next worker starts.
+An answer moves at once if another engine can prefill its tokens before the next worker starts. If
+not, and workers need longer than this to start, it waits as long as they need.
 """
 SETTLE_S = 0.05
 """Seconds after the report of a lost worker at which the engine's answers may move."""
@@ -96,8 +97,12 @@ class EngineOwner(Protocol):
     def has_another(self, engine: "Engine") -> bool:
         """Return whether there is a ready engine other than the given engine."""
 
-    def has_equal(self, engine: "Engine") -> bool:
-        """Return whether another ready engine has the same numerics as the given engine."""
+    def equal_backlog_s(self, engine: "Engine", adapter: str) -> float | None:
+        """Return how long the prefill work of an engine with the same numerics takes, in seconds.
+
+        This is the shortest time among the other engines that take requests, or None if none of
+        them has the same numerics for the adapter.
+        """
 
     def dial(self, address: str, is_plaintext: bool) -> grpc.aio.Channel:
         """Open a channel to an engine with the current credentials.
@@ -330,19 +335,25 @@ class Engine:
         speed = self.headroom.prefill_tokens_per_second if self.headroom else 0.0
         return tokens / speed if speed else 0.0
 
-    def _delay_error(self, move_s: float) -> ServiceError | None:
-        """Return an error if an answer is continued sooner by another engine, in the same words.
+    def _delay_error(self, tokens: int, adapter: str) -> ServiceError | None:
+        """Return an error if another engine continues an answer sooner, in the same words.
 
         An engine continues its answers itself when its next worker is ready.
 
         Args:
-            move_s: time in seconds that another engine needs to take the answer over.
+            tokens: number of tokens that the other engine must prefill.
+            adapter: name of the answer's adapter (empty for the base model).
         """
-        start_s = self.headroom.worker_start_s if self.headroom else 0.0
-        patience_s = 0.0 if start_s > move_s else MOVE_AFTER_S
         lost_s = time.monotonic() - self._worker_lost_at
-        is_late = math.isfinite(move_s) and lost_s >= patience_s and self._owner.has_equal(self)
-        return recovering_engine(self.id, lost_s) if is_late else None
+        if lost_s < 0:
+            return None
+        backlog_s = self._owner.equal_backlog_s(self, adapter)
+        if backlog_s is None:
+            return None
+        start_s = self.headroom.worker_start_s if self.headroom else 0.0
+        is_sooner = backlog_s + self.prefill_s(tokens) < start_s
+        patience_s = 0.0 if is_sooner else max(MOVE_AFTER_S, start_s)
+        return recovering_engine(self.id, lost_s) if lost_s >= patience_s else None
 
     @property
     def is_over(self) -> bool:

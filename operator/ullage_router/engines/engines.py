@@ -644,14 +644,24 @@ class Engines:
         """Return whether there is a ready engine other than the given engine."""
         return any(e.state == "ready" for e in self._engines.values() if e is not engine)
 
-    def has_equal(self, engine: Engine) -> bool:
-        """Return whether another ready engine has the same numerics as the given engine."""
-        digest = engine.numerics.digest
-        return bool(digest) and any(
-            e.state == "ready" and e.numerics.digest == digest
-            for e in self._engines.values()
-            if e is not engine
+    def equal_backlog_s(self, engine: Engine, adapter: str) -> float | None:
+        """Return how long the prefill work of an engine with the same numerics takes, in seconds.
+
+        This is the shortest time among the other engines that take requests, or None if none of
+        them has the same numerics for the adapter.
+        """
+        numerics = engine.numerics_of(adapter)
+        held = self.held_back()
+        backlogs = (
+            other.prefill_s(other.backlog_tokens)
+            for other in self._engines.values()
+            if other is not engine
+            and other.state == "ready"
+            and other.numerics_of(adapter) == numerics
+            and other.key not in held
+            and not other.breaker.is_at_limit
         )
+        return min(backlogs, default=None) if numerics else None
 
     def on_change(self) -> None:
         """Notify the router that an engine's memory or state may have changed."""

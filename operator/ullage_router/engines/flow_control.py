@@ -259,46 +259,62 @@ class ReceiveBuffer:
         return merge_deltas(merged)
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What another engine would have to do to continue an answer."""
+
+    tokens: Callable[[], int]
+    """Returns the number of tokens to prefill, which grows as the answer does."""
+    adapter: str = ""
+    """Name of the answer's adapter (empty for the base model)."""
+
+
 class StreamWatchdog:
     """Ends the streams of one engine that should move to another engine.
 
     Args:
         loss: returns the error of all streams if the engine is lost, else None.
-        delay: returns the error of a stream if the engine has been without a worker for too long,
-            else None. It gets the seconds that another engine needs to take the stream over.
+        delay: returns the error of a stream if another engine would continue it sooner than the
+            next worker, else None. It gets the number of tokens to prefill, with those of streams
+            that move before, and the name of the adapter.
     """
 
     def __init__(
         self,
         loss: Callable[[], ServiceError | None],
-        delay: Callable[[float], ServiceError | None],
+        delay: Callable[[int, str], ServiceError | None],
     ) -> None:
         self._loss = loss
         self._delay = delay
-        self._move_s: dict[Source, float] = {}
-        """Seconds that another engine needs to take each stream over."""
+        self._streams: dict[Source, Move | None] = {}
         self._check_at: float | None = None
 
-    def watch(self, stream: Source, move_s: float = 0.0) -> None:
+    def watch(self, stream: Source, move: Move | None = None) -> None:
         """Watch a stream, and end it with an error when it should move.
 
         Args:
             stream: the stream.
-            move_s: time in seconds that another engine needs to take the stream over. If it is
-                infinite, the stream waits for the engine's next worker, however long it takes.
+            move: the move to another engine, or None if the stream waits for the engine's next
+                worker, however long that takes.
         """
-        self._move_s[stream] = move_s
+        self._streams[stream] = move
         self._arm()
 
     def forget(self, stream: Source) -> None:
         """Stop watching a stream that has ended or is no longer read."""
-        self._move_s.pop(stream, None)
+        self._streams.pop(stream, None)
 
     def check(self) -> None:
         """End the streams that should move now, each with an error of its own."""
+        moving = 0
         with failures_logged("end streams of a lost engine"):
-            for stream, move_s in tuple(self._move_s.items()):
-                error = self._loss() or self._delay(move_s)
+            for stream, move in tuple(self._streams.items()):
+                error = self._loss()
+                if error is None and move is not None:
+                    tokens = moving + move.tokens()
+                    error = self._delay(tokens, move.adapter)
+                    if error is not None:
+                        moving = tokens
                 if error is not None:
                     self.forget(stream)
                     stream.end(error)
@@ -315,5 +331,5 @@ class StreamWatchdog:
         # If this process itself was paused, the reports of that time are not yet read.
         if now - planned <= CHECK_INTERVAL_S:
             self.check()
-        if self._move_s:
+        if self._streams:
             self._arm()

@@ -42,6 +42,7 @@ from ullage_router.call import (
     timed_out,
 )
 from ullage_router.engines.flow_control import (
+    Move,
     Source,
     flow_of,
     for_unary,
@@ -186,9 +187,7 @@ class EngineSender:
 
         try:
             source = self._open(call, reservation, request, span)
-            tokens = len(reservation.prompt.token_ids) + progress.longest
-            move_s = math.inf if progress.has_left_worker else engine.prefill_s(tokens)
-            engine.watchdog.watch(source, move_s)
+            engine.watchdog.watch(source, _move(call, reservation, progress))
             accepted = (await _expect(source)).accepted
             engine.on_accepted(reservation.credit)
             call.record.note("admitted", engine=engine.id)
@@ -465,6 +464,17 @@ class _OnEngine:
             engine.release(self._reservation.credit)
             if self._span:
                 self._span.end(error="" if self.is_over else self._failure or "CANCELLED")
+
+
+def _move(call: Call, reservation: Reservation, progress: Progress) -> Move | None:
+    """Return the move to another engine, or None if the answer has left an engine before.
+
+    It may be the reason why workers die, so it must not go round the engines.
+    """
+    if progress.has_left_worker:
+        return None
+    num_prompt = len(reservation.prompt.token_ids)
+    return Move(lambda: num_prompt + progress.longest, call.adapter)
 
 
 def _engine_request(

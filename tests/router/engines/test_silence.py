@@ -7,7 +7,8 @@ import pytest
 
 from ullage_router.engines import discovery, engines, flow_control
 from ullage_router.engines.engine import MOVE_AFTER_S
-from ullage_router.engines.flow_control import CHECK_INTERVAL_S
+from ullage_router.engines.flow_control import CHECK_INTERVAL_S, Move
+from ullage_router.errors import recovering_engine
 
 if TYPE_CHECKING:
     Service = Any
@@ -108,11 +109,15 @@ def test_an_answer_leaves_an_engine_whose_worker_stays_away(start_service: "Star
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("prefill_speed", "moves"), [(1000.0, True), (0.1, False)])
+@pytest.mark.parametrize(
+    ("prefill_speed", "backlog_tokens", "moves"),
+    [(1000.0, 0, True), (0.1, 0, False), (1000.0, 2000, False)],
+)
 def test_an_answer_moves_at_once_if_another_engine_is_sooner_than_the_next_worker(
     start_service: "StartService",
     monkeypatch: pytest.MonkeyPatch,
     prefill_speed: float,
+    backlog_tokens: int,
     moves: bool,
 ) -> None:
     monkeypatch.setattr(flow_control, "CHECK_INTERVAL_S", 60.0)
@@ -123,7 +128,11 @@ def test_an_answer_moves_at_once_if_another_engine_is_sooner_than_the_next_worke
             for engine in service.engines:
                 engine.set_facts(dtype="float32")
                 engine.script.pause = asyncio.Event()
-                engine.push(prefill_tokens_per_second=prefill_speed, worker_start_s=start_s)
+                engine.push(
+                    prefill_tokens_per_second=prefill_speed,
+                    prefill_backlog_tokens=backlog_tokens,
+                    worker_start_s=start_s,
+                )
             known = service.router.service.engines.all
             digest = service.engine.headroom.fingerprint
             await service.until(
@@ -144,6 +153,69 @@ def test_an_answer_moves_at_once_if_another_engine_is_sooner_than_the_next_worke
             assert answer.json()["choices"][0]["text"] == "".join(lost.script.words)
             resumed_on = answer.headers.get("x-ullage-resumed-on")
             assert resumed_on == (other.headroom.engine if moves else None)
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_waits_for_a_slow_worker_if_another_engine_is_even_slower(
+    start_service: "StartService",
+) -> None:
+    start_s = MOVE_AFTER_S + 2 * CHECK_INTERVAL_S
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            for engine in service.engines:
+                engine.set_facts(dtype="float32")
+                engine.script.pause = asyncio.Event()
+                engine.push(prefill_tokens_per_second=0.01, worker_start_s=start_s)
+            known = service.router.service.engines.all
+            await service.until(lambda: all(e.prefill_s(1) for e in known()))
+
+            task = asyncio.ensure_future(service.complete())
+            await service.until(lambda: any(engine.requests for engine in service.engines))
+            lost, other = sorted(service.engines, key=lambda e: not e.requests)
+            lost.push(ready=False)
+            await asyncio.sleep(MOVE_AFTER_S + CHECK_INTERVAL_S)
+            assert not other.requests
+            lost.push(ready=True)
+            lost.script.pause.set()
+            answer = await asyncio.wait_for(task, PATIENCE_S)
+            assert "x-ullage-resumed-on" not in answer.headers
+
+    asyncio.run(scenario())
+
+
+class Stream:
+    """A stream of responses that records the error with which it was ended."""
+
+    error: Any = None
+
+    async def read(self) -> None:
+        return None
+
+    def end(self, error: Any) -> None:
+        self.error = error
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_streams_that_move_together_wait_for_each_other() -> None:
+    """Each prefill on the other engine begins after those of the streams that moved before."""
+    most = 25
+
+    def delay(tokens: int, adapter: str) -> Any:
+        return recovering_engine("a", 0.0) if tokens <= most and not adapter else None
+
+    async def scenario() -> None:
+        watchdog = flow_control.StreamWatchdog(lambda: None, delay)
+        streams = [Stream() for _ in range(5)]
+        moves = [Move(lambda: 10), Move(lambda: 100), Move(lambda: 10), Move(lambda: 10)]
+        for stream, move in zip(streams, [*moves, None], strict=True):
+            watchdog.watch(stream, move)
+        watchdog.check()
+        assert [stream.error is not None for stream in streams] == [True, False, True, False, False]
+        assert len({id(stream.error) for stream in streams if stream.error}) == 2
 
     asyncio.run(scenario())
 
