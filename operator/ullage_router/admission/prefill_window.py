@@ -4,7 +4,8 @@ Under load, requests wait briefly in a prefill window before they are sent. A re
 window only if its engine needs longer than the window to prefill the prompts that are already
 queued. The wait therefore costs nothing: the prompt could not start earlier, and its memory stays
 reserved. When the window closes, its requests are balanced across the pool's engines
-(`policy/balance.py`). If a request moves to another engine, so does its reservation.
+(`policy/balance.py`). If a request moves to another engine, so does its reservation. No request
+moves to an engine that gets few requests at once because it failed recently.
 """
 
 import asyncio
@@ -112,7 +113,9 @@ class PrefillWindow:
 
     def _move(self, reservations: list[Reservation], engines: Mapping[str, Engine]) -> None:
         tasks = [
-            PrefillTask(work(r.credit.tokens, self._mlp_products), r.engine.key, r.choices)
+            PrefillTask(
+                work(r.credit.tokens, self._mlp_products), r.engine.key, _choices(r, engines)
+            )
             for r in reservations
         ]
         loads = [self._load(engine, reservations) for engine in engines.values()]
@@ -130,3 +133,17 @@ class PrefillWindow:
             - sum(work(credit.tokens, self._mlp_products) for credit in own),
             engine.available + sum(credit.size for credit in own),
         )
+
+
+def _choices(reservation: Reservation, engines: Mapping[str, Engine]) -> dict[str, int]:
+    """Return the request's choices without other engines that are on trial.
+
+    An engine on trial seems idle, but its circuit breaker's limit would not hold for requests that
+    move to it.
+    """
+    own = reservation.engine.key
+    return {
+        key: size
+        for key, size in reservation.choices.items()
+        if key == own or (key in engines and not engines[key].is_on_trial)
+    }

@@ -9,10 +9,14 @@ every second request rarely fails five in a row.
 
 After its breaker has opened, an engine gets few requests at once, even if the pool has no other
 engine to try. The limit on concurrent requests starts at one, doubles with each first token, and
-returns to one after a failure. Requests beyond the limit wait in the queue if the engine is
-predicted to have a place in time (`forecast.place_s`). Otherwise they are refused. Requests that
-were sent before the breaker opened say nothing about the engine's current condition, so they do not
-count against the limit, and their outcomes are ignored.
+returns to one after a failure. When it exceeds FULL_LIMIT, the limit ends, and the breaker closes
+even if its pause is not over. Requests beyond the limit wait in the queue if the engine is
+predicted to have a place in time (`forecast.place_s`). Otherwise they are refused.
+
+Requests that were sent before the breaker last opened say nothing about the engine's current
+condition, so they do not count against the limit, and their outcomes are ignored. Requests whose
+first token arrived before a failure do not count against the limit that the failure resets. They
+have shown that they run, and could not raise the limit again. If they fail later, that does count.
 
 Only engine faults count as failures (`errors.is_engine_fault`). A request that is invalid,
 cancelled, out of time or too large for the free memory does not. An answer that stalls after its
@@ -42,7 +46,7 @@ PROOF_STRETCH = 2.0
 
 @dataclass(slots=True)
 class _Trial:
-    """A running request that was sent while the limit was in force."""
+    """A running request that counts against the limit."""
 
     due: float
     """Time from which the request's first token is late."""
@@ -71,8 +75,18 @@ class CircuitBreaker:
         """Maximum number of concurrent trials, or None if the engine has recovered."""
         self._outcomes = deque[bool](maxlen=WINDOW)
         """For each of the latest requests, whether it failed. Oldest first."""
+        self._running: dict[object, int] = {}
+        """For each running request, the number of openings before it was sent."""
         self._trials: dict[object, _Trial] = {}
-        """Running requests that were sent while `limit` was in force, which are called trials."""
+        """Running requests that count against `limit`, which are called trials.
+
+        They were sent while it was in force, and had no first token at the latest failure.
+        """
+
+    @property
+    def _is_limited(self) -> bool:
+        """Whether the settings let the breaker hold back engines and limit their requests."""
+        return self._section.max_ejection_percent > 0
 
     @property
     def failures(self) -> int:
@@ -86,7 +100,7 @@ class CircuitBreaker:
 
     @property
     def num_trials(self) -> int:
-        """Number of running requests that were sent while the limit was in force."""
+        """Number of running requests that count against the limit."""
         return len(self._trials)
 
     @property
@@ -137,6 +151,7 @@ class CircuitBreaker:
         Args:
             first_token_s: predicted seconds until the request's first token (0 if unknown).
         """
+        self._running[request] = self.openings
         if self.limit is not None:
             self._trials[request] = _Trial(now + LEAST_PROOF_S + PROOF_STRETCH * first_token_s)
         if self.state(now) == "half-open" and self._probe is None:
@@ -145,21 +160,21 @@ class CircuitBreaker:
     def on_first_token(self, request: object) -> None:
         """Close the breaker if the request is the probe, and raise the limit if it is a trial.
 
-        A trial is a request that was sent while the limit was in force.
+        A trial is a request that counts against the limit.
         """
         self._raise_limit(request)
         if request is self._probe:
-            self._until = None
-            # One more failure opens the breaker again, because the probe's answer has only begun.
-            self._failures = self._section.failures - 1
+            self._close()
 
     def on_success(self, request: object) -> None:
         """Record that a request succeeded, and reset the count of consecutive failures.
 
-        Unless the breaker is closed, only the probe's success resets the count.
+        Unless the breaker is closed, only the probe's success resets the count. Requests that were
+        sent before the breaker last opened are ignored.
         """
-        if self._counts(request):
-            self._outcomes.append(False)
+        if not self._counts(request):
+            return
+        self._outcomes.append(False)
         self._raise_limit(request)
         if self._until is None or request is self._probe:
             self._failures = 0
@@ -169,13 +184,17 @@ class CircuitBreaker:
     def on_failure(self, request: object, now: float) -> bool:
         """Count a failure of the engine, and return whether it opened the breaker.
 
-        A breaker that is already open or half-open is opened again only if the probe fails. The
-        failure of a request that was sent while the limit was in force resets the limit to 1.
+        A breaker that is already open or half-open is opened again only if the probe fails. Each
+        failure resets the limit to 1, if it is in force. Requests that were sent before the breaker
+        last opened are ignored.
         """
-        if self._counts(request):
-            self._outcomes.append(True)
-        if request in self._trials:
+        if not self._counts(request):
+            return False
+        self._outcomes.append(True)
+        if self.limit is not None:
             self.limit = 1
+            # Requests that have begun cannot raise the limit again, so they would only block it.
+            self._trials = {r: trial for r, trial in self._trials.items() if not trial.has_begun}
         if self._until is not None and request is not self._probe:
             return False
         self._failures = min(self._failures + 1, self._section.failures)
@@ -190,20 +209,24 @@ class CircuitBreaker:
 
         After the probe ends, another request may become the probe.
         """
+        self._running.pop(request, None)
         self._trials.pop(request, None)
         if request is self._probe:
             self._probe = None
 
     def _counts(self, request: object) -> bool:
-        """Return whether a request's outcome is recorded.
+        """Return whether a request is running, and was sent after the breaker last opened.
 
-        While the limit is in force, requests that were sent earlier are ignored, because they say
-        nothing about the engine's current condition.
+        The outcomes of other requests say nothing about the engine's current condition.
         """
-        return self.limit is None or request in self._trials
+        return self._running.get(request) == self.openings
 
     def _raise_limit(self, request: object) -> None:
-        """Double the limit if the request is a trial that has not raised it before."""
+        """Double the limit if the request is a trial that has not raised it before.
+
+        If the limit ends, the breaker closes, so that new failures can open it even if its pause is
+        not over.
+        """
         trial = self._trials.get(request)
         if self.limit is None or trial is None or trial.has_begun:
             return
@@ -212,6 +235,14 @@ class CircuitBreaker:
         if self.limit > FULL_LIMIT:
             self.limit = None
             self._trials.clear()
+            if self._until is not None:
+                self._close()
+
+    def _close(self) -> None:
+        self._until = None
+        self._probe = None
+        # One more failure opens the breaker again, because the answers have only begun.
+        self._failures = self._section.failures - 1
 
     def _open(self, now: float) -> None:
         self._until = now + self._pause_s
@@ -219,7 +250,7 @@ class CircuitBreaker:
         self._probe = None
         self._outcomes.clear()
         self._trials.clear()
-        self.limit = 1 if self._section.max_ejection_percent else None
+        self.limit = 1 if self._is_limited else None
         self.openings += 1
 
     def check_integrity(self, now: float) -> None:
@@ -231,6 +262,9 @@ class CircuitBreaker:
         assert self.limit is None or 1 <= self.limit <= FULL_LIMIT
         assert self._until is None or self.openings
         assert self.limit is not None or not self._trials
+        assert self._trials.keys() <= self._running.keys()
+        assert self._is_limited or self.limit is None
+        assert self._until is None or self.limit is not None or not self._is_limited
 
 
 def held_back(

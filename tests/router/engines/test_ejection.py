@@ -352,6 +352,21 @@ def test_who_waits_for_a_trial_is_refused_when_its_first_token_is_late(
     asyncio.run(scenario())
 
 
+def test_a_second_spike_within_the_pause_is_limited_too(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        routing = placement(breaker={"failures": 2, "pause": 60.0})
+        async with start_service(routing=routing) as service:
+            for openings in (1, 2):
+                await fail_twice(service)
+                shown = (await engine_stats(service, "single-0"))["breaker"]
+                assert (shown["state"], shown["limit"], shown["openings"]) == ("open", 1, openings)
+                assert {(await service.complete()).status_code for _ in range(8)} == {200}
+                shown = (await engine_stats(service, "single-0"))["breaker"]
+                assert (shown["state"], shown["limit"]) == ("closed", None)
+
+    asyncio.run(scenario())
+
+
 def test_answers_from_before_the_failures_keep_no_place(start_service: "StartService") -> None:
     """A pool of one serves the next request, though earlier answers still run."""
 

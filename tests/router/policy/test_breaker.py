@@ -1,5 +1,6 @@
 """Breakers: what opens and closes them, and how many engines of a pool they may hold back."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,16 +19,39 @@ POLICY = BreakerSection(failures=3, pause=1.0, max_pause=4.0)
 
 def opened(now: float = 0.0) -> CircuitBreaker:
     breaker = CircuitBreaker(POLICY)
-    results = [breaker.on_failure(object(), now) for _ in range(3)]
-    assert results == [False, False, True]
+    open_again(breaker, now)
     return breaker
 
 
-def probe(breaker: CircuitBreaker, now: float) -> object:
+def sent(breaker: CircuitBreaker, now: float = 2.0) -> object:
     request = object()
+    breaker.on_sent(request, now)
+    return request
+
+
+def fails(breaker: CircuitBreaker, now: float = 2.0) -> bool:
+    """Send a request that fails, and return whether it opened the breaker."""
+    request = sent(breaker, now)
+    has_opened = breaker.on_failure(request, now)
+    breaker.on_end(request)
+    return has_opened
+
+
+def succeeds(breaker: CircuitBreaker, now: float = 2.0) -> None:
+    request = sent(breaker, now)
+    breaker.on_first_token(request)
+    breaker.on_success(request)
+    breaker.on_end(request)
+
+
+def open_again(breaker: CircuitBreaker, now: float = 2.0) -> None:
+    assert [fails(breaker, now) for _ in range(3)] == [False, False, True]
+
+
+def probe(breaker: CircuitBreaker, now: float) -> object:
     assert breaker.state(now) == "half-open"
     assert breaker.admits(now)
-    breaker.on_sent(request, now)
+    request = sent(breaker, now)
     assert not breaker.admits(now)
     return request
 
@@ -35,10 +59,9 @@ def probe(breaker: CircuitBreaker, now: float) -> object:
 def test_only_failures_in_a_row_open_it() -> None:
     breaker = CircuitBreaker(POLICY)
     for _ in range(5):
-        request = object()
-        assert not breaker.on_failure(request, 0.0)
-        assert not breaker.on_failure(request, 0.0)
-        breaker.on_success(request)
+        assert not fails(breaker)
+        assert not fails(breaker)
+        succeeds(breaker)
     assert breaker.state(0.0) == "closed"
 
 
@@ -84,8 +107,9 @@ def test_a_probe_that_proves_nothing_makes_room_for_the_next() -> None:
 
 
 def test_requests_under_way_change_nothing_while_it_is_open() -> None:
-    breaker = opened()
-    old = object()
+    breaker = CircuitBreaker(POLICY)
+    old = sent(breaker, 0.0)
+    open_again(breaker, 0.0)
     breaker.on_first_token(old)
     breaker.on_success(old)
     assert not breaker.on_failure(old, 0.5)
@@ -101,7 +125,7 @@ def test_part_of_a_pool_stays_in_use() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from(("send", "begin", "succeed", "fail", "cancel", "wait"))))
+@given(st.lists(st.sampled_from(("send", "crowd", "begin", "succeed", "fail", "cancel", "wait"))))
 def test_any_order_of_events(events: list[str]) -> None:
     breaker = CircuitBreaker(POLICY)
     now = 0.0
@@ -112,6 +136,9 @@ def test_any_order_of_events(events: list[str]) -> None:
                 live.append(object())
                 breaker.on_sent(live[-1], now)
             case "begin" if live:
+                breaker.on_first_token(live[-1])
+            case "crowd":  # the only engine of a pool gets requests whatever its breaker admits
+                live.append(sent(breaker, now))
                 breaker.on_first_token(live[-1])
             case "succeed" if live:
                 breaker.on_success(live[0])
@@ -134,9 +161,9 @@ def test_a_spike_opens_it_though_successes_lie_between() -> None:
     openings = []
     for number in range(2 * WINDOW):
         if number % 2:
-            openings.append(breaker.on_failure(object(), 0.0))
+            openings.append(fails(breaker, 0.0))
         else:
-            breaker.on_success(object())
+            succeeds(breaker, 0.0)
     assert openings.index(True) == WINDOW // 2 - 1
     assert breaker.openings == 1
 
@@ -145,9 +172,9 @@ def test_few_failures_among_many_answers_open_nothing() -> None:
     breaker = CircuitBreaker(POLICY)
     for number in range(20 * WINDOW):
         if number % 3 == 0:
-            assert not breaker.on_failure(object(), 0.0)
+            assert not fails(breaker)
         else:
-            breaker.on_success(object())
+            succeeds(breaker)
     assert breaker.limit is None
 
 
@@ -164,26 +191,21 @@ def test_the_limit_grows_with_each_success_and_falls_to_one_with_a_new_opening()
         request = sent(breaker)
     assert limits == [1, 2, 4, 8, 16, 32, 64]
     for _ in range(3):
-        breaker.on_failure(object(), 2.0)
+        fails(breaker)
     assert breaker.limit == 1
-
-
-def sent(breaker: CircuitBreaker, now: float = 2.0) -> object:
-    request = object()
-    breaker.on_sent(request, now)
-    return request
 
 
 def test_without_ejections_there_is_no_limit() -> None:
     breaker = CircuitBreaker(BreakerSection(failures=1, max_ejection_percent=0))
-    assert breaker.on_failure(object(), 0.0)
+    assert fails(breaker)
     assert breaker.limit is None
 
 
 def test_requests_from_before_the_opening_do_not_raise_the_limit() -> None:
-    breaker = opened()
-    for _ in range(10):
-        old = object()
+    breaker = CircuitBreaker(POLICY)
+    old_requests = [sent(breaker, 0.0) for _ in range(10)]
+    open_again(breaker, 0.0)
+    for old in old_requests:
         breaker.on_first_token(old)
         breaker.on_success(old)
     assert breaker.limit == 1
@@ -208,8 +230,7 @@ def test_only_requests_since_the_opening_count_against_the_limit() -> None:
     breaker = CircuitBreaker(POLICY)
     for _ in range(5):
         sent(breaker, 0.0)
-    for _ in range(3):
-        breaker.on_failure(object(), 0.0)
+    open_again(breaker, 0.0)
     assert (breaker.limit, breaker.num_trials, breaker.is_at_limit) == (1, 0, False)
     assert breaker.limit_facts(0.0) is None
     trial = sent(breaker, 0.5)
@@ -229,3 +250,85 @@ def test_a_first_token_is_late_after_a_multiple_of_its_forecast() -> None:
     assert breaker.limit_facts(2.5) is None
     sent(breaker, 2.5)
     assert breaker.limit_facts(2.5) == BreakerLimit(2, 2, 1, LEAST_PROOF_S, 0.0)
+
+
+def test_a_second_spike_opens_it_after_a_recovery_within_the_pause() -> None:
+    """The only engine of a pool recovers before its pause is over, and then fails again."""
+    breaker = opened()
+    for _ in range(7):
+        succeeds(breaker, 0.5)
+    assert (breaker.limit, breaker.state(0.5), breaker.failures) == (None, "closed", 0)
+    assert [fails(breaker, 0.6) for _ in range(3)] == [False, False, True]
+    assert (breaker.limit, breaker.state(0.6), breaker.openings) == (1, "open", 2)
+
+
+def test_an_end_of_the_limit_closes_it_like_a_probes_first_token() -> None:
+    breaker = opened()
+    trials = [sent(breaker, 0.5) for _ in range(7)]
+    for trial in trials:
+        breaker.on_first_token(trial)
+    assert (breaker.limit, breaker.state(0.5)) == (None, "closed")
+    assert breaker.on_failure(trials[0], 0.6)  # one more failure is enough
+    assert breaker.until == 0.6 + 2.0  # and the pause is twice the last one
+
+
+def test_a_probe_that_begins_after_the_end_of_the_limit_changes_nothing() -> None:
+    breaker = opened()
+    request = probe(breaker, 1.0)
+    for _ in range(7):
+        succeeds(breaker, 1.0)
+    assert (breaker.state(1.0), breaker.failures) == ("closed", 0)
+    breaker.on_first_token(request)
+    assert breaker.failures == 0
+
+
+@pytest.mark.parametrize("recovery", ["begun", "succeeded", "complete"])
+@pytest.mark.parametrize("limited", [True, False])
+def test_outcomes_from_before_the_opening_change_nothing(recovery: str, limited: bool) -> None:
+    policy = BreakerSection(failures=3, max_ejection_percent=50 if limited else 0)
+    breaker = CircuitBreaker(policy)
+    old = [sent(breaker, 0.0) for _ in range(30)]
+    open_again(breaker, 0.0)
+    now = breaker.until
+    if recovery == "begun":
+        breaker.on_first_token(probe(breaker, now))
+    for _ in range({"begun": 0, "succeeded": 1, "complete": 7}[recovery]):
+        succeeds(breaker, now)
+    assert breaker.state(now) == "closed"
+
+    failures = breaker.failures
+    limit = breaker.limit
+    breaker.on_success(old[0])
+    assert not any(breaker.on_failure(request, now) for request in old[1:])
+    assert (breaker.failures, breaker.limit, breaker.openings) == (failures, limit, 1)
+
+
+def test_answers_that_have_begun_do_not_block_the_limit_after_a_failure() -> None:
+    breaker = opened()
+    streams = [probe(breaker, 1.0), *(sent(breaker) for _ in range(4))]
+    for stream in streams:
+        breaker.on_first_token(stream)
+    waiting = [sent(breaker) for _ in range(2)]
+    succeeds(breaker, 1.0)
+    assert (breaker.limit, breaker.num_trials) == (64, 7)
+
+    fails(breaker)
+    assert (breaker.limit, breaker.num_trials) == (1, 2)
+    for request in waiting:
+        breaker.on_end(request)
+    assert not breaker.is_at_limit
+    succeeds(breaker)
+    assert breaker.limit == 2
+
+
+def test_answers_that_had_begun_before_a_failure_still_count_when_they_fail() -> None:
+    breaker = opened()
+    streams = [probe(breaker, 1.0), *(sent(breaker) for _ in range(3))]
+    for stream in streams:
+        breaker.on_first_token(stream)
+    succeeds(breaker)
+    assert not fails(breaker)
+    succeeds(breaker)
+    assert (breaker.limit, breaker.failures, breaker.num_trials) == (2, 0, 0)
+    assert [breaker.on_failure(stream, 2.0) for stream in streams[:3]] == [False, False, True]
+    assert (breaker.limit, breaker.openings) == (1, 2)
