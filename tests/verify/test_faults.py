@@ -512,6 +512,8 @@ def test_a_neighbour_takes_memory_and_frees_it(server: tuple[int, int]) -> None:
     assert 96 <= max(sizes) < 96 + 60
     peaks = sum(one < 96 <= two for one, two in itertools.pairwise(sizes))
     assert peaks == faults_module.NEIGHBOUR_ROUNDS, sizes
+    is_low = [size < 96 for size in sizes[sizes.index(max(sizes)) :]]
+    assert sum(is_low) > 5, "memory stays free for a time, not just for a moment"
     assert "1000" in scores
     assert not neighbours()
     assert state(server[1]) in "SR"
