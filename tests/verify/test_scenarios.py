@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ullage_testing.fake_openai import Behaviour, serving
 
 from ullage_verify import bystanders, kv_cache
 from ullage_verify.client import ChatAnswer, OpenAIClient
@@ -24,6 +25,7 @@ from ullage_verify.target import REMEDY, Target, TargetError
 Checked = Callable[..., list[Criterion]]
 OTHER_STATUS = "prompts of 100, 536 and 100 tokens: no status but 200 and 429"
 PREEMPTIONS = "preemptions that lose work"
+ROUTER_PREEMPTIONS = "ullage_router_preemptions_total"
 
 
 def scenario(name: str, **settings: Any) -> Callable[..., Any]:
@@ -271,6 +273,27 @@ def test_soak_names_those_whose_memory_it_judges(checked: Checked) -> None:
     assert REMEDY in growth["growth of the server's memory (its engines)"].seen
 
 
+def test_soak_says_that_a_ledger_is_not_the_memory_of_engines(checked: Checked) -> None:
+    criteria = checked(scenario("soak"))
+    growth = {each.name: each.verdict for each in criteria if "growth" in each.name}
+    assert growth == {
+        "growth of the server's memory (the process behind /metrics)": "passed",
+        "growth of the server's memory (memory that the engines allocate, /stats)": "passed",
+        "growth of the server's memory (its engines)": "skipped",
+    }
+
+
+def test_soak_names_those_of_whom_it_has_too_few_samples(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak, "SAMPLE_S", 1.0)
+    criteria = checked(scenario("soak", processes=ServerProcesses(os.getpid())))
+    [about] = [each for each in criteria if "growth" in each.name]
+    assert about.name == "growth of the server's memory (all its processes, --pid)"
+    assert about.verdict == "skipped"
+    assert "of at least 12 samples" in about.seen
+
+
 @pytest.mark.parametrize(("grows", "verdict"), [(0, "passed"), (1 << 20, "failed")])
 def test_soak_judges_the_memory_of_engines(checked: Checked, grows: int, verdict: str) -> None:
     """The page of one engine is that of a server whose worker may grow with each request."""
@@ -294,6 +317,8 @@ def test_soak_judges_no_sum_without_one_of_the_engines(checked: Checked) -> None
 
     criteria = checked(check, has_worker=True)
     assert not [each for each in criteria if "2 x /metrics" in each.name]
+    [engines] = [each for each in criteria if "its engines" in each.name]
+    assert engines.verdict == "skipped"
 
 
 @pytest.mark.parametrize(
@@ -309,10 +334,7 @@ def test_soak_judges_no_sum_without_one_of_the_engines(checked: Checked) -> None
         ({"max_running": 2, "refusal": 503}, OTHER_STATUS),
         ({"preempts_long_prompts": True}, PREEMPTIONS),
         (
-            {
-                "preempts_long_prompts": True,
-                "preemption_metric": "ullage_router_preemptions_total",
-            },
+            {"preempts_long_prompts": True, "preemption_metric": "ullage_preemptions_total"},
             PREEMPTIONS,
         ),
     ],
@@ -334,6 +356,12 @@ def test_shift(checked: Checked, behaviour: dict[str, Any], name: str) -> None:
             "passed",
             "0",
         ),
+        ({"preemption_metric": ROUTER_PREEMPTIONS}, "passed", "0"),
+        (
+            {"preempts_long_prompts": True, "preemption_metric": ROUTER_PREEMPTIONS},
+            "skipped",
+            "the router counted ",
+        ),
         ({"preemption_metric": ""}, "skipped", "the server shows no counter of preemptions"),
         ({"forgets_preemptions": True}, "skipped", "the counter of preemptions fell"),
     ],
@@ -345,6 +373,32 @@ def test_preemptions_in_a_shift(
     (about,) = [each for each in criteria if each.name == PREEMPTIONS]
     assert about.verdict == verdict
     assert about.seen.startswith(seen)
+
+
+@pytest.mark.parametrize(
+    ("engine", "verdict"),
+    [
+        ({"swaps": True}, "passed"),
+        ({}, "failed"),
+        ({"preemption_metric": ""}, "skipped"),
+    ],
+)
+def test_the_counters_of_engines_go_before_that_of_the_router(
+    checked: Checked, engine: dict[str, Any], verdict: str
+) -> None:
+    async def check(target: Target, server: Any, checks: Checks) -> None:
+        behaviour = {"preemption_metric": "ullage_preemptions_total", **engine}
+        async with serving(Behaviour(**behaviour)) as other, OpenAIClient(other.url) as client:
+
+            def preempt(_: str) -> None:
+                other.preemptions += 1
+
+            judged = dataclasses.replace(target, engines=[client])
+            await scenario("shift", minutes=0.05, progress=preempt)(judged, server, checks)
+
+    router = {"preempts_long_prompts": True, "preemption_metric": ROUTER_PREEMPTIONS}
+    (about,) = [each for each in checked(check, **router) if each.name == PREEMPTIONS]
+    assert about.verdict == verdict
 
 
 def test_a_refusal_in_a_shift_is_no_failure(checked: Checked) -> None:

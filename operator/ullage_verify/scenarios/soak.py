@@ -146,7 +146,7 @@ async def _sample(target: Target, settings: ScenarioSettings, progress: SoakProg
             progress.add_memory(PROCESSES, settings.processes.resident_bytes())
         else:
             progress.add_memory(PAGES_PROCESS, await target.metric(RESIDENT_METRIC))
-            progress.add_memory(ENGINES.format(len(target.engines)), await _engines_bytes(target))
+            progress.add_memory(_engines_name(target), await _engines_bytes(target))
             progress.add_memory(LEDGER, _mean_allocated(engines))
 
         shares = [
@@ -162,6 +162,10 @@ async def _sample(target: Target, settings: ScenarioSettings, progress: SoakProg
             f"{seconds:.0f} of {60 * settings.minutes:.0f} s, {len(progress.answers)} answers"
         )
         await asyncio.sleep(SAMPLE_S)
+
+
+def _engines_name(target: Target) -> str:
+    return ENGINES.format(len(target.engines))
 
 
 async def _engines_bytes(target: Target) -> float | None:
@@ -191,7 +195,7 @@ def _check_growth(target: Target, checks: Checks, memory: Mapping[str, Sequence[
         return
     for whose, samples in memory.items():
         _check_samples(checks, f"{GROWTH} ({whose})", samples)
-    if set(memory) == {PAGES_PROCESS}:
+    if not memory.keys() & {PROCESSES, _engines_name(target)}:  # too few samples are named above
         reason = f"{target.unreported('the memory of its engines')}, or --pid if it runs here"
         checks.skip(f"{GROWTH} (its engines)", reason)
     checks.figures["resident_mib"] = {
@@ -202,7 +206,8 @@ def _check_growth(target: Target, checks: Checks, memory: Mapping[str, Sequence[
 def _check_samples(checks: Checks, name: str, samples: Sequence[float]) -> None:
     counted = samples[int(WARM_UP_SHARE * len(samples)) :]
     if len(counted) < MIN_SAMPLES:
-        checks.skip(name, "the run is too short")
+        needed = f"{MIN_SAMPLES} samples after the warm-up"
+        checks.skip(name, f"{len(counted)} of at least {needed}; give a longer --minutes")
         return
     part = len(counted) // 4
     early = statistics.median(counted[:part])
