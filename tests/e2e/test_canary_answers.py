@@ -340,5 +340,5 @@ def test_better_weights_than_int4_are_promoted(
     canary = start_copy("canary", quantization)
     model = {"source": f"file://{copy}", "quantization": "Int4"}
     answers = promoted(stable_int4, canary, tmp_path, quantization, model)
-    assert answers.agreement_percent < 95
+    assert answers.agreement_percent < 85
     assert answers.perplexity_percent < 110

@@ -248,7 +248,8 @@ def disagreement(answers: Answers, rollout: RolloutSpec) -> Analysis | None:
         return None
     message = (
         f"{answers.agreed} of {answers.tokens} tokens of stable answers are the canary's likeliest "
-        f"({answers.agreement_percent:.1f} %), less than {least:g} %"
+        f"({answers.agreement_percent:.1f} %), less than {least:g} %, and its perplexity of "
+        f"them is {answers.perplexity_percent:.1f} % of the stable one, above {NEAR_TIES_PERCENT} %"
     )
     return Analysis(Outcome.FAIL, "Agreement", message)
 

@@ -112,7 +112,8 @@ def test_the_message_has_both_numbers_or_says_why_there_are_none() -> None:
     good = analyze(GOOD, GOOD, ROLLOUT, False, answers(245, 1.02, stable=math.log(2.0)))
     assert "agreement 95.7 % of 256 tokens, perplexity 2.04 (stable 2)" in good.message
     bad = analyze(GOOD, GOOD, ROLLOUT, False, answers(175, 1.7, stable=math.log(2.0)))
-    assert "(68.4 %), less than 85 %" in bad.message
+    decided = "and its perplexity of them is 170.0 % of the stable one, above 110 %"
+    assert f"(68.4 %), less than 85 %, {decided}" in bad.message
     assert "perplexity of stable answers 3.4, stable 2: above 120 %" in bad.message
     other = analyze(GOOD, GOOD, ROLLOUT, False, Answers(unjudged=(OTHER,)))
     assert other.message.endswith("answers not judged (OtherTokenizer)")
