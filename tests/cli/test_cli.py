@@ -313,7 +313,8 @@ def test_missing_and_binary_files(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_a_busy_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        [line] = errors(capsys, "up", "-f", str(EXAMPLE), "--grpc-port", port)
+        ports = ["--http-port", "0", "--grpc-port", port]
+        [line] = errors(capsys, "up", "-f", str(EXAMPLE), *ports)
     assert line.endswith("choose another with --grpc-port, or 0 for any")
 
 
