@@ -561,10 +561,11 @@ class Engine:
         """Record that the request failed on this engine.
 
         The loss of a stream counts as a single failure, no matter how many requests the stream
-        carried.
+        carried. Requests that the breaker ignores do not use it up.
         """
         loss = error.loss if isinstance(error, ConnectionBroken) else None
-        if loss and self.breaker.is_closed and not loss.is_first("breaker"):
+        is_told = loss is not None and self.breaker.is_closed and self.breaker.counts(credit)
+        if loss and is_told and not loss.is_first("breaker"):
             return
         if is_engine_fault(error) and self.breaker.on_failure(credit, time.monotonic()):
             about = {"engine": self.id, "failures": self.breaker.failures, "reason": error.reason}

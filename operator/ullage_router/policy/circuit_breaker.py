@@ -172,7 +172,7 @@ class CircuitBreaker:
         Unless the breaker is closed, only the probe's success resets the count. Requests that were
         sent before the breaker last opened are ignored.
         """
-        if not self._counts(request):
+        if not self.counts(request):
             return
         self._outcomes.append(False)
         self._raise_limit(request)
@@ -188,7 +188,7 @@ class CircuitBreaker:
         failure resets the limit to 1, if it is in force. Requests that were sent before the breaker
         last opened are ignored.
         """
-        if not self._counts(request):
+        if not self.counts(request):
             return False
         self._outcomes.append(True)
         if self.limit is not None:
@@ -214,7 +214,7 @@ class CircuitBreaker:
         if request is self._probe:
             self._probe = None
 
-    def _counts(self, request: object) -> bool:
+    def counts(self, request: object) -> bool:
         """Return whether a request is running, and was sent after the breaker last opened.
 
         The outcomes of other requests say nothing about the engine's current condition.
