@@ -67,14 +67,16 @@ class Container:
         """Have another process in it take memory until the kernel kills one of the victims.
 
         The process keeps what it has for the block. It takes no more after the first kill. It is
-        the next victim, as the kernel may want one before the first has returned its memory.
+        the next victim, as the kernel may want one before the first has returned its memory. The
+        fork server, which is larger, must not be: a new one would belong to the container, where
+        the old one did not, and no worker would fit beside it.
         """
         for pid in victims:
             Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         facts = [str(self._events), str(self.num_kills), str(HOG_BYTES)]
         command = [sys.executable, "-c", _HOG, *facts]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-            Path(f"/proc/{process.pid}/oom_score_adj").write_text("500")
+            Path(f"/proc/{process.pid}/oom_score_adj").write_text("900")
             self.take(process.pid)
             assert process.stdin is not None
             process.stdin.write(b"\n")
