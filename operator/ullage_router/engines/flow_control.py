@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import StreamingSection
@@ -259,13 +259,12 @@ class ReceiveBuffer:
         return merge_deltas(merged)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """What another engine would have to do to continue an answer."""
+class _Watched(NamedTuple):
+    """An answer whose stream is watched."""
 
-    tokens: Callable[[], int]
-    """Returns the number of tokens to prefill, which grows as the answer does."""
-    adapter: str = ""
+    tokens: Callable[[], int] | None
+    """Returns how many tokens another engine must prefill, or None for a stream that waits."""
+    adapter: str
     """Name of the answer's adapter (empty for the base model)."""
 
 
@@ -286,18 +285,22 @@ class StreamWatchdog:
     ) -> None:
         self._loss = loss
         self._delay = delay
-        self._streams: dict[Source, Move | None] = {}
+        self._streams: dict[Source, _Watched] = {}
         self._check_at: float | None = None
 
-    def watch(self, stream: Source, move: Move | None = None) -> None:
+    def watch(
+        self, stream: Source, tokens: Callable[[], int] | None = None, adapter: str = ""
+    ) -> None:
         """Watch a stream, and end it with an error when it should move.
 
         Args:
             stream: the stream.
-            move: the move to another engine, or None if the stream waits for the engine's next
-                worker, however long that takes.
+            tokens: returns the number of tokens that another engine must prefill, which grows as
+                the answer does. None if the stream waits for the engine's next worker, however
+                long that takes.
+            adapter: name of the answer's adapter (empty for the base model).
         """
-        self._streams[stream] = move
+        self._streams[stream] = _Watched(tokens, adapter)
         self._arm()
 
     def forget(self, stream: Source) -> None:
@@ -308,11 +311,11 @@ class StreamWatchdog:
         """End the streams that should move now, each with an error of its own."""
         moving = 0
         with failures_logged("end streams of a lost engine"):
-            for stream, move in tuple(self._streams.items()):
+            for stream, watched in tuple(self._streams.items()):
                 error = self._loss()
-                if error is None and move is not None:
-                    tokens = moving + move.tokens()
-                    error = self._delay(tokens, move.adapter)
+                if error is None and watched.tokens:
+                    tokens = moving + watched.tokens()
+                    error = self._delay(tokens, watched.adapter)
                     if error is not None:
                         moving = tokens
                 if error is not None:

@@ -10,7 +10,7 @@ limit for the whole answer has passed.
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 import grpc
@@ -42,7 +42,6 @@ from ullage_router.call import (
     timed_out,
 )
 from ullage_router.engines.flow_control import (
-    Move,
     Source,
     flow_of,
     for_unary,
@@ -187,7 +186,7 @@ class EngineSender:
 
         try:
             source = self._open(call, reservation, request, span)
-            engine.watchdog.watch(source, _move(call, reservation, progress))
+            engine.watchdog.watch(source, _tokens_to_move(reservation, progress), call.adapter)
             accepted = (await _expect(source)).accepted
             engine.on_accepted(reservation.credit)
             call.record.note("admitted", engine=engine.id)
@@ -466,15 +465,16 @@ class _OnEngine:
                 self._span.end(error="" if self.is_over else self._failure or "CANCELLED")
 
 
-def _move(call: Call, reservation: Reservation, progress: Progress) -> Move | None:
-    """Return the move to another engine, or None if the answer has left an engine before.
+def _tokens_to_move(reservation: Reservation, progress: Progress) -> Callable[[], int] | None:
+    """Return a function that returns how many tokens another engine would have to prefill.
 
-    It may be the reason why workers die, so it must not go round the engines.
+    Return None for an answer that has left an engine before. It may be the reason why workers die,
+    so it must not go round the engines.
     """
     if progress.has_left_worker:
         return None
     num_prompt = len(reservation.prompt.token_ids)
-    return Move(lambda: num_prompt + progress.longest, call.adapter)
+    return lambda: num_prompt + progress.longest
 
 
 def _engine_request(
