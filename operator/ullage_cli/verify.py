@@ -282,8 +282,7 @@ async def _verify(
 def _monitoring(options: argparse.Namespace, url: str) -> Iterator[Monitoring]:
     """Yield where /stats and /metrics are: as asked, through kubectl, or of an `ullage up` here.
 
-    Raises:
-        LocalFailure: a port of the service cannot be forwarded.
+    If they are unknown, criteria that need them are skipped by name.
     """
     if options.monitoring:
         yield Monitoring(options.monitoring.removesuffix("/metrics").rstrip("/"))
@@ -291,9 +290,18 @@ def _monitoring(options: argparse.Namespace, url: str) -> Iterator[Monitoring]:
         yield _local_monitoring(url)
     else:
         with contextlib.ExitStack() as stack:
-            router = f"deployment/{naming.router_name(options.target)}"
-            pages = _forwarded(options.namespace, router, stack)
-            yield Monitoring(pages, tuple(_forwarded_engines(options, pages, stack)))
+            yield _forwarded_monitoring(options, stack)
+
+
+def _forwarded_monitoring(options: argparse.Namespace, stack: contextlib.ExitStack) -> Monitoring:
+    """Forward the ports with the metrics of a service in a cluster, and return their addresses."""
+    router = f"deployment/{naming.router_name(options.target)}"
+    try:
+        pages = _forwarded(options.namespace, router, stack)
+    except LocalFailure as failure:
+        print(f"no /stats and no /metrics: {failure}", file=sys.stderr)
+        return Monitoring("")
+    return Monitoring(pages, tuple(_forwarded_engines(options, pages, stack)))
 
 
 def _forwarded(namespace: str, target: str, stack: contextlib.ExitStack) -> str:

@@ -256,6 +256,31 @@ def test_pages_and_engines_of_a_service_in_a_cluster(
     ]
 
 
+def test_a_cluster_that_forwards_no_port_of_metrics_is_verified_all_the_same(
+    fake_server: Fake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def scenario() -> int:
+        async with fake_server(hides_pages=True) as server:
+            port = server.url.rpartition(":")[2]
+            kubectl = tmp_path / "kubectl"
+            kubectl.write_text(
+                '#!/bin/sh\ntest "$5" = :8000 || { echo no such port >&2; exit 1; }\n'
+                f'echo "Forwarding from 127.0.0.1:{port} -> 1"\nexec sleep 600\n'
+            )
+            kubectl.chmod(0o755)
+            monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+            return await asyncio.to_thread(main, ["verify", "streams", "chat", "-n", "prod"])
+
+    assert asyncio.run(scenario()) == 0
+    out, said = capsys.readouterr()
+    assert " 0 failed, 1 skipped" in out
+    assert "no /stats and no /metrics" in said
+    assert "no such port" in said
+
+
 def test_a_server_without_models_pages_is_described_by_an_option(fake_server: Fake) -> None:
     options = ["streams", "URL", "--context", "500"]
     assert verify(fake_server, *options, states_context=False, serves_stats=False) == 0

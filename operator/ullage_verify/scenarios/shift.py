@@ -103,9 +103,9 @@ async def _num_preempted(target: Target) -> Preempted | None:
     A router's counter is read only if no engine's can be.
     """
     counts = [await _num_lost(engine) for engine in target.engines or (target.pages,)]
-    known = [count for count in counts if count is not None]
-    if len(known) == len(counts):
-        return Preempted(sum(known), has_swaps=False)
+    reported = [count for count in counts if count is not None]
+    if len(reported) == len(counts):
+        return Preempted(sum(reported), has_swaps=False)
     count = await target.metric(ROUTER_METRIC)
     return None if count is None else Preempted(count, has_swaps=True)
 

@@ -171,8 +171,8 @@ def _engines_name(target: Target) -> str:
 async def _engines_bytes(target: Target) -> float | None:
     """Return the resident bytes of all engines, or None if an engine does not report them."""
     sizes = [await metric(engine, name) for engine in target.engines for name in ENGINE_METRICS]
-    known = [size for size in sizes if size is not None]
-    return sum(known) if sizes and len(known) == len(sizes) else None
+    reported = [size for size in sizes if size is not None]
+    return sum(reported) if sizes and len(reported) == len(sizes) else None
 
 
 def _mean_allocated(engines: Sequence[Document]) -> float | None:
