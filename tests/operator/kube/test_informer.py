@@ -118,9 +118,9 @@ def test_what_is_there_and_what_happens_is_told(api):
     run(scenario)
 
 
-def test_watches_go_on_after_the_servers_authority_is_replaced(
-    tmp_path, monkeypatch, make_authority
-):
+@pytest.fixture
+def replace_authority(tmp_path, monkeypatch, make_authority):
+    """Run an API server over TLS, and return a function that replaces its authority."""
     tls = make_authority().issue(tmp_path / "tls", "127.0.0.1")
     renewed = make_authority().issue(tmp_path / "renewed", "127.0.0.1")
     with running(bookmark_interval=0.2, tls=tls) as api:
@@ -130,56 +130,52 @@ def test_watches_go_on_after_the_servers_authority_is_replaced(
         path.write_text(yaml.safe_dump(document))
         monkeypatch.setenv("KUBECONFIG", str(path))
 
-        async def scenario():
-            async with watching() as seen:
-                await seen.cluster.apply(config_map("a"))
-                await seen.until(lambda: seen.names() == {"a"})
+        def replace():
+            (tls / "ca.crt").write_bytes((renewed / "ca.crt").read_bytes())
+            api.replace_certificate(renewed)
 
-                (tls / "ca.crt").write_bytes((renewed / "ca.crt").read_bytes())
-                api.replace_certificate(renewed)
-                async with asyncio.timeout(PATIENCE_S):
-                    while "b" not in seen.names():
-                        with contextlib.suppress(ClusterUnavailable):
-                            await seen.cluster.apply(config_map("b"))
-                        await asyncio.sleep(0.05)
-                await seen.until(lambda: seen.names() == {"a", "b"})
-
-        run(scenario)
+        yield replace
 
 
-def test_requests_that_meet_a_renewal_of_the_authority_are_sent_again(
-    tmp_path, monkeypatch, make_authority
-):
-    tls = make_authority().issue(tmp_path / "tls", "127.0.0.1")
-    renewed = make_authority().issue(tmp_path / "renewed", "127.0.0.1")
+async def apply_until_seen(seen, name):
+    """Apply a config map again while the API server is unavailable.
+
+    Any other exception of a request ends the test.
+    """
+    while name not in seen.names():
+        with contextlib.suppress(ClusterUnavailable):
+            await seen.cluster.apply(config_map(name))
+        await asyncio.sleep(0.001)
+
+
+def test_watches_go_on_after_the_servers_authority_is_replaced(replace_authority):
+    async def scenario():
+        async with watching() as seen:
+            await seen.cluster.apply(config_map("a"))
+            await seen.until(lambda: seen.names() == {"a"})
+            replace_authority()
+            async with asyncio.timeout(PATIENCE_S):
+                await apply_until_seen(seen, "b")
+            assert seen.names() == {"a", "b"}
+
+    run(scenario)
+
+
+def test_requests_that_meet_a_renewal_of_the_authority_are_sent_again(replace_authority):
     names = {f"a{number}" for number in range(40)}
-    with running(bookmark_interval=0.2, tls=tls) as api:
-        path = api.kubeconfig(tmp_path)
-        document = yaml.safe_load(path.read_text())
-        document["clusters"][0]["cluster"]["certificate-authority"] = str(tls / "ca.crt")
-        path.write_text(yaml.safe_dump(document))
-        monkeypatch.setenv("KUBECONFIG", str(path))
 
-        async def scenario():
-            async with watching() as seen:
-                await seen.cluster.apply(config_map("first"))
-                await seen.until(lambda: seen.names() == {"first"})
-                (tls / "ca.crt").write_bytes((renewed / "ca.crt").read_bytes())
-                api.replace_certificate(renewed)
+    async def scenario():
+        async with watching() as seen:
+            await seen.cluster.apply(config_map("first"))
+            await seen.until(lambda: seen.names() == {"first"})
+            replace_authority()
+            async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+                for name in names:
+                    group.create_task(apply_until_seen(seen, name))
+                    await asyncio.sleep(0.001)
+            assert seen.names() == {"first", *names}
 
-                async def apply(name):
-                    # Only an answer or ClusterUnavailable may come of a request.
-                    while name not in seen.names():
-                        with contextlib.suppress(ClusterUnavailable):
-                            await seen.cluster.apply(config_map(name))
-                        await asyncio.sleep(0.001)
-
-                async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-                    for name in names:
-                        group.create_task(apply(name))
-                        await asyncio.sleep(0.001)
-
-        run(scenario)
+    run(scenario)
 
 
 def test_edits_after_a_restore_of_etcd_are_seen(api):

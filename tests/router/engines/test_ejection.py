@@ -107,6 +107,7 @@ def test_an_engine_that_stalls_in_its_answers_is_left_alone(
             async with asyncio.timeout(PATIENCE_S):
                 while not breaker.openings:
                     await service.complete()
+            assert breaker.limit == 1
 
     asyncio.run(scenario())
 

